@@ -64,9 +64,12 @@ def choice(value: Any, name: str) -> str | dict[str, str]:
             raise bad(f"{name}: found '{value[:50]}'; give {_CHOICES}", name)
         return value
     kind_of(value, dict, name, _CHOICES)
-    only: Reader = lambda found, where: members(found, where, {"name": function_name}, ("name",))  # noqa: E731
-    found = members(value, name, {"type": _function, "function": only}, ("type", "function"))
+    found = members(value, name, {"type": _function, "function": _only}, ("type", "function"))
     return found["function"]
+
+
+def _only(value: Any, name: str) -> dict[str, str]:
+    return members(value, name, {"name": function_name}, ("name",))
 
 
 def chosen(found: Mapping[str, Any]) -> Tools:

@@ -23,7 +23,15 @@ from colossax.scheduling import EngineRequest, SamplingConfig
 from colossax.sharding import use
 from colossax.tasks.drafting.acceptance import draft_lengths, told_right, walk
 from tests.cases import quick_first
-from tests.inference.engine.test_engine import SMALL, Even, alone, flat, requests, tokens
+from tests.inference.engine.test_engine import (
+    SMALL,
+    Even,
+    alone,
+    compiled_while,
+    flat,
+    requests,
+    tokens,
+)
 from tests.inference.test_generator import CONFIGS, GROUPED, LLAMA, PLANS, build, single
 
 pytestmark = pytest.mark.slow
@@ -157,15 +165,7 @@ def test_who_waits_and_who_is_cancelled():
 def test_nothing_is_compiled_after_warm():
     one = Engine.of(served("tree"), flat(LLAMA)[1])
     one.warm()
-    found = []
-    jax.monitoring.register_event_duration_secs_listener(
-        lambda name, _seconds, **_more: found.append(name)
-    )
-    try:
-        one.generate_all(requests())
-    finally:
-        jax.monitoring.clear_event_listeners()
-    assert not [name for name in found if "compile" in name]
+    assert not compiled_while(lambda: one.generate_all(requests()))
     assert one.program.compiled == {"mixed": 1, "decode": 1}
 
 

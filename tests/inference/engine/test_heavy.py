@@ -13,8 +13,8 @@ from colossax.inference import make_engine, several
 from colossax.inference.engine import Engine
 from colossax.inference.engine.drafting import NgramDrafter
 from colossax.scheduling import EngineRequest, Keep, SamplingConfig
-from tests.inference.engine.test_engine import SMALL, alone, engine, flat, requests, tokens
-from tests.inference.engine.test_keeping import keeping
+from tests.inference.engine.test_engine import SMALL, engine, flat, requests, tokens
+from tests.inference.engine.test_keeping import company_changes_nothing, keeping
 from tests.inference.engine.test_staged import bound_of as staged_bound
 from tests.inference.test_generator import CONFIGS, LLAMA, build
 from tests.pallas.attention.test_heavy import truth
@@ -74,21 +74,7 @@ def test_logits_are_those_of_numpy():
 
 
 def test_others_are_as_if_alone_and_company_changes_nothing():
-    """With too few pages for all, and with a seat alone; nothing is compiled after `warm`."""
-    asked = keeping(requests(), 2, heavy=3, window=PAGE + 1)
-    one = engine(keeps="heavy")
-    one.warm()
-    before = one.program.compiled
-    said = tokens(one.generate_all(asked))
-    assert one.program.compiled == before
-    assert one.stats.scheduler.preemptions and one.stats.scheduler.reused
-    assert said[1::2] == alone("llama")[1::2]
-    assert said[::2] != alone("llama")[::2]
-    again = engine(keeps="heavy", pages=64, seats=1, mixed_tokens=7, reuse=False)
-    assert said == tokens(again.generate_all(asked))
-    # As after a restart, with some of it said.
-    begun = [dataclasses.replace(asked[0], generated=said[0][:9]), asked[1]]
-    assert tokens(again.generate_all(begun)) == [said[0][9:], said[1]]
+    company_changes_nothing("heavy", heavy=3, window=PAGE + 1)
 
 
 @pytest.mark.catches("heavy-holds-a-step-more")

@@ -34,11 +34,10 @@ def keeping(asked, every, **keep):
     ]
 
 
-@pytest.mark.catches("kept-pages-are-named")
-def test_others_are_as_if_alone_and_company_changes_nothing():
-    """With too few pages for all, and with a seat alone; nothing is compiled after `warm`."""
-    asked = keeping(requests(), 2, sinks=3, window=2 * PAGE)
-    one = engine(keeps="first")
+def company_changes_nothing(keeps, **keep):
+    """Every other request keeps so much: too few pages for all, a seat alone, and a restart."""
+    asked = keeping(requests(), 2, **keep)
+    one = engine(keeps=keeps)
     one.warm()
     before = one.program.compiled
     said = tokens(one.generate_all(asked))
@@ -46,8 +45,15 @@ def test_others_are_as_if_alone_and_company_changes_nothing():
     assert one.stats.scheduler.preemptions and one.stats.scheduler.reused
     assert said[1::2] == alone("llama")[1::2]
     assert said[::2] != alone("llama")[::2]
-    again = engine(keeps="first", pages=64, seats=1, mixed_tokens=7, reuse=False)
+    again = engine(keeps=keeps, pages=64, seats=1, mixed_tokens=7, reuse=False)
     assert said == tokens(again.generate_all(asked))
+    begun = [dataclasses.replace(asked[0], generated=said[0][:9]), asked[1]]
+    assert tokens(again.generate_all(begun)) == [said[0][9:], said[1]]
+
+
+@pytest.mark.catches("kept-pages-are-named")
+def test_others_are_as_if_alone_and_company_changes_nothing():
+    company_changes_nothing("first", sinks=3, window=2 * PAGE)
 
 
 def test_pages_of_a_long_request():

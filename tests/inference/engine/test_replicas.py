@@ -14,7 +14,14 @@ from colossax.inference.plan import unrolled
 from colossax.models import MixtralConfig
 from colossax.scheduling import Emitted, EngineRequest
 from tests.cases import quick_first
-from tests.inference.engine.test_engine import SMALL, alone, engine, requests, tokens
+from tests.inference.engine.test_engine import (
+    SMALL,
+    alone,
+    compiled_while,
+    engine,
+    requests,
+    tokens,
+)
 from tests.inference.test_generator import GROUPED, LLAMA, build, single
 
 pytestmark = pytest.mark.slow
@@ -187,12 +194,4 @@ def test_a_cancelled_request_leaves_its_own_seat():
 def test_nothing_is_compiled_after_warm():
     one = made({"data": 2, "tensor": 2})
     one.warm()
-    found = []
-    jax.monitoring.register_event_duration_secs_listener(
-        lambda name, _seconds, **_more: found.append(name)
-    )
-    try:
-        one.generate_all(requests())
-    finally:
-        jax.monitoring.clear_event_listeners()
-    assert not [name for name in found if "compile" in name]
+    assert not compiled_while(lambda: one.generate_all(requests()))

@@ -23,7 +23,7 @@ from colossax.scheduling import EngineRequest, SamplingConfig
 from tests.cases import quick_first
 from tests.inference import test_caches as caches
 from tests.inference.engine.test_drafts import engine, glide, itself
-from tests.inference.engine.test_engine import SMALL, alone, flat, requests, tokens
+from tests.inference.engine.test_engine import SMALL, alone, compiled_while, flat, requests, tokens
 from tests.inference.engine.test_reading import laid_out
 from tests.inference.test_generator import CONFIGS, GROUPED, LLAMA, PLANS, build, single
 
@@ -216,15 +216,7 @@ def test_whatever_is_asked(asks):
 def test_nothing_is_compiled_after_warm():
     one = Engine.of(served("model", "qwen3").program, flat(CONFIGS["qwen3"])[1])
     one.warm()
-    found = []
-    jax.monitoring.register_event_duration_secs_listener(
-        lambda name, _seconds, **_more: found.append(name)
-    )
-    try:
-        one.generate_all(requests())
-    finally:
-        jax.monitoring.clear_event_listeners()
-    assert not [name for name in found if "compile" in name]
+    assert not compiled_while(lambda: one.generate_all(requests()))
     assert one.program.compiled == {"mixed": 1, "decode": 1}
 
 

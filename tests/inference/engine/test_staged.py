@@ -20,7 +20,14 @@ from colossax.scheduling import EngineRequest
 from colossax.sharding import use
 from tests.cases import quick_first
 from tests.inference import test_caches as caches
-from tests.inference.engine.test_engine import SMALL, alone, engine, requests, tokens
+from tests.inference.engine.test_engine import (
+    SMALL,
+    alone,
+    compiled_while,
+    engine,
+    requests,
+    tokens,
+)
 from tests.inference.test_generator import CONFIGS, GROUPED, LLAMA, SIZES, build, single
 from tests.inference.weights.made import stored
 from tests.models.test_parity import GOLDEN, expected
@@ -193,15 +200,7 @@ def test_a_stage_has_its_own_layers_and_their_cache(config):
 def test_nothing_is_compiled_after_warm():
     one = made({"stage": 2, "tensor": 2})
     one.warm()
-    found = []
-    jax.monitoring.register_event_duration_secs_listener(
-        lambda name, _seconds, **_more: found.append(name)
-    )
-    try:
-        one.generate_all(requests()[:8])
-    finally:
-        jax.monitoring.clear_event_listeners()
-    assert not [name for name in found if "compile" in name]
+    assert not compiled_while(lambda: one.generate_all(requests()[:8]))
 
 
 def test_seats_and_pages_are_shared():

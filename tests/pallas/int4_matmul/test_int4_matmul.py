@@ -3,14 +3,12 @@
 import dataclasses
 import functools
 import itertools
-import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from colossax.pallas import Target
 from colossax.pallas.int4_matmul import (
     Int4Spec,
     api,
@@ -18,17 +16,15 @@ from colossax.pallas.int4_matmul import (
     int4_matmul,
     mosaic_gpu,
     variants,
-    xla,
 )
 from colossax.pallas.int4_matmul.proof import trials
 from colossax.pallas.int4_matmul.spec import Int4Variant
 from colossax.pallas.narrow.proof import Sizes
-from colossax.pallas.proof.trial import prove
+from tests.pallas.narrow import declines, error, right_is_proved_and_wrong_is_not
 from tests.pallas.places import everywhere, no_races
 
 pytestmark = pytest.mark.slow
 
-HOPPER = Target(platform="gpu", compute_capability=(9, 0))
 USUAL = Int4Spec(rows=3, inputs=256, outputs=128, dtype=jnp.dtype("bfloat16"), zeros=True)
 
 
@@ -45,10 +41,6 @@ def operands(m, k, n, zeros, dtype=jnp.bfloat16):
     codes = np.asarray([numbers[2 * i] + 16 * numbers[2 * i + 1] for i in range(k // 2)], np.uint8)
     given = (jnp.asarray(x, dtype), jnp.asarray(codes), jnp.asarray(scales, dtype))
     return *given, jnp.asarray(of_zero, jnp.uint8) if zeros else None, x @ w
-
-
-def error(found, want):
-    return np.linalg.norm(np.asarray(found, np.float64) - want) / np.linalg.norm(want)
 
 
 @pytest.mark.catches("int4-odd-first")
@@ -89,10 +81,7 @@ def test_the_kernel_is_what_is_written_down(m, k, n, zeros, parts, place):
 )
 def test_what_the_kernel_declines(changes, reason):
     spec = dataclasses.replace(USUAL, **changes)
-    assert (choose(USUAL, HOPPER), choose(spec, HOPPER)) == ("mosaic", "xla")
-    for name, where in (("mosaic", HOPPER), ("interpret", Target(platform="cpu"))):
-        with pytest.raises(NotImplementedError, match=f"int4_matmul '{name}': .*{reason}"):
-            choose(spec, where, name)
+    declines("int4_matmul", choose, USUAL, spec, reason)
 
 
 def test_every_number_of_rows_is_a_variant():
@@ -126,11 +115,4 @@ SIZES = Sizes(small=(256, 128), large=(384, 256))
 @pytest.mark.parametrize("zeros", [False, True])
 def test_a_right_kernel_is_proved_and_a_wrong_one_is_not(zeros, monkeypatch):
     variant = Int4Variant(rows=8, zeros=zeros)
-    found = prove(trials(variant, kernel="xla", sizes=SIZES))
-    assert (found.outcome, set(found.peers)) == ("proved", {"xla"})
-    wrong = types.ModuleType("kernels")
-    wrong.why_not = lambda spec, target: None
-    wrong.multiply = lambda *given: xla.multiply(*given).at[2].set(0)
-    monkeypatch.setitem(api.IMPLEMENTATIONS, "mosaic", wrong)
-    found = prove(trials(variant, sizes=SIZES))
-    assert found.outcome == "declined" and "out is off by" in found.reason
+    right_is_proved_and_wrong_is_not(trials, variant, SIZES, api.IMPLEMENTATIONS, monkeypatch)

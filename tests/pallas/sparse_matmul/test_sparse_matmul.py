@@ -3,16 +3,13 @@
 import dataclasses
 import functools
 import itertools
-import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from colossax.pallas import Target
 from colossax.pallas.narrow.proof import Sizes
-from colossax.pallas.proof.trial import prove
 from colossax.pallas.sparse_matmul import (
     SparseSpec,
     api,
@@ -20,15 +17,14 @@ from colossax.pallas.sparse_matmul import (
     mosaic_gpu,
     sparse_matmul,
     variants,
-    xla,
 )
 from colossax.pallas.sparse_matmul.proof import trials
 from colossax.pallas.sparse_matmul.spec import SparseVariant
+from tests.pallas.narrow import declines, error, right_is_proved_and_wrong_is_not
 from tests.pallas.places import everywhere, no_races
 
 pytestmark = pytest.mark.slow
 
-HOPPER = Target(platform="gpu", compute_capability=(9, 0))
 USUAL = SparseSpec(rows=3, inputs=256, outputs=128, dtype=jnp.dtype("bfloat16"), kept=2)
 
 
@@ -44,10 +40,6 @@ def operands(m, k, n, kept, dtype=jnp.bfloat16):
         index[:, column, four] = places = np.sort(rng.choice(4, kept, replace=False))
         w[4 * four + places, column] = values[:, column, four]
     return jnp.asarray(x, dtype), jnp.asarray(values, dtype), jnp.asarray(index), x @ w
-
-
-def error(found, want):
-    return np.linalg.norm(np.asarray(found, np.float64) - want) / np.linalg.norm(want)
 
 
 @pytest.mark.parametrize("kept", [1, 2])
@@ -89,10 +81,7 @@ def test_the_kernel_is_what_is_written_down(m, k, n, kept, parts, place):
 )
 def test_what_the_kernel_declines(changes, reason):
     spec = dataclasses.replace(USUAL, **changes)
-    assert (choose(USUAL, HOPPER), choose(spec, HOPPER)) == ("mosaic", "xla")
-    for name, where in (("mosaic", HOPPER), ("interpret", Target(platform="cpu"))):
-        with pytest.raises(NotImplementedError, match=f"sparse_matmul '{name}': .*{reason}"):
-            choose(spec, where, name)
+    declines("sparse_matmul", choose, USUAL, spec, reason)
 
 
 def test_every_number_of_rows_is_a_variant():
@@ -124,11 +113,4 @@ SIZES = Sizes(small=(256, 128), large=(512, 256))
 @pytest.mark.parametrize("kept", [1, 2])
 def test_a_right_kernel_is_proved_and_a_wrong_one_is_not(kept, monkeypatch):
     variant = SparseVariant(rows=8, kept=kept)
-    found = prove(trials(variant, kernel="xla", sizes=SIZES))
-    assert (found.outcome, set(found.peers)) == ("proved", {"xla"})
-    wrong = types.ModuleType("kernels")
-    wrong.why_not = lambda spec, target: None
-    wrong.multiply = lambda *given: xla.multiply(*given).at[2].set(0)
-    monkeypatch.setitem(api.IMPLEMENTATIONS, "mosaic", wrong)
-    found = prove(trials(variant, sizes=SIZES))
-    assert found.outcome == "declined" and "out is off by" in found.reason
+    right_is_proved_and_wrong_is_not(trials, variant, SIZES, api.IMPLEMENTATIONS, monkeypatch)
