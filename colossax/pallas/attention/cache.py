@@ -9,16 +9,13 @@ from jaxtyping import Array, Float, Int
 
 from colossax.errors import InputError
 
-from .codes import as_kept, read_kept, without_scales
+from .codes import as_kept, without_scales
 from .heavy import attend_heavy
 from .kept import HEAVY
-from .mask import Mask
 from .paged import attend_by_kernel
 from .pages import Pages, attend_pages, scores_of
 from .relative import RelativeBias
-
-GATHERED_BYTES = 2**26
-"""Keys gathered at once for tokens of many seats; more tokens go chunk by chunk."""
+from .seats import attend_seats
 
 ReadSlots = Callable[[dict[str, Array]], tuple[Array, Array]]
 """Keys `[slots, k, h]` and values `[slots, k, hv]` from what a seat's slots hold, by name.
@@ -97,8 +94,7 @@ def attend_cache(
         InputError: `new` and `cache` have other names, or biases meet a cache whose slots are taken
             in turn.
 
-    Cost: 4 t slots n h FLOPs; with several seats, keys and values of a token's seat are gathered
-    for each token, at most `GATHERED_BYTES` or one token's at a time. With pages: `attend_pages`.
+    Cost: that of `attend_seats`; with pages that of `attend_pages`.
     """
     plain = without_scales(cache)
     if new is not None and new.keys() != plain.keys():
@@ -106,9 +102,20 @@ def attend_cache(
             f"attend_cache: the cache holds {', '.join(sorted(plain))}, and the tokens bring"
             f" {', '.join(sorted(new))}; give each array of the one for the other"
         )
-    left = Mask(causal=True, window=window).left
-    if chunk is not None:
-        left = chunk - 1 if left is None else min(left, chunk - 1)
+    t, n, h = q.shape
+    one = {name: jax.ShapeDtypeStruct(x.shape[2:], x.dtype) for name, x in plain.items()}
+    kv_heads = jax.eval_shape(read, one)[0].shape[1]
+    by_head = [None if x is None else x.reshape(kv_heads, -1) for x in (alibi_slopes, sinks)]
+    scores = scores_of(
+        scale=h**-0.5 if scale is None else scale,
+        window=window,
+        chunk=chunk,
+        soft_cap=soft_cap,
+        slopes=by_head[0],
+        sinks=None if by_head[1] is None else by_head[1].astype(jnp.float32),
+        biases=biases,
+    )
+    left = scores.reach
     seats, slots = next(iter(plain.values())).shape[1:3]
     every, beside = seat, {name: cache[name] for name in HEAVY if name in cache}
     cache = {name: x for name, x in cache.items() if name not in beside}
@@ -130,82 +137,16 @@ def attend_cache(
         cache = {
             name: x.at[layer, row, column].set(kept[name], mode="drop") for name, x in cache.items()
         }
-    t, n, h = q.shape
-    one = {name: jax.ShapeDtypeStruct(x.shape[2:], x.dtype) for name, x in plain.items()}
-    keys, values = jax.eval_shape(read, one)
-    grouped = q.reshape(t, keys.shape[1], -1, h)
-    slopes = None if alibi_slopes is None else alibi_slopes.reshape(keys.shape[1], -1)
-    extra = None if sinks is None else sinks.astype(jnp.float32).reshape(1, keys.shape[1], -1, 1)
-    scale = h**-0.5 if scale is None else scale
-    if pages is not None:
-        scores = scores_of(
-            scale=scale,
-            window=window,
-            chunk=chunk,
-            soft_cap=soft_cap,
-            slopes=slopes,
-            sinks=None if extra is None else extra[0, ..., 0],
-            biases=biases,
-        )
-        sinking = None if sink_q is None else sink_q.reshape(grouped.shape)
-        where: dict[str, Any] = {"seat": seat, "position": position, "scores": scores, "read": read}
-        plain = read is keys_and_values
-        out = attend_by_kernel(grouped, cache, layer, pages, **where, plain=plain)
-        if out is None:
-            rest = {"slot": slot, "sink_q": sinking}
-            out = attend_pages(grouped, cache, layer, pages, **where, **rest)
-        if pages.heavy is not None:
-            where |= {"seat": every}
-            out, cache = attend_heavy(grouped, kept, cache | beside, layer, pages, out, **where)
+    grouped = q.reshape(t, kv_heads, -1, h)
+    where: dict[str, Any] = {"seat": seat, "position": position, "scores": scores, "read": read}
+    if pages is None:
+        out = attend_seats(grouped, cache, layer, **where)
         return out.reshape(t, n, -1).astype(q.dtype), cache
-
-    def weigh(logits: Array, seat: Array, position: Array) -> Array:
-        """Softmax of `[t, k, g, slots]` over visible slots; 0 where there are none."""
-        logits = logits * scale
-        if soft_cap is not None:
-            logits = soft_cap * jnp.tanh(logits / soft_cap)
-        distance = position[:, None] - jnp.arange(slots, dtype=position.dtype)
-        if left is not None:
-            distance %= slots  # what a later token has written here is out of the window
-        if slopes is not None:
-            logits = logits - slopes[None, :, :, None] * distance[:, None, None].astype(jnp.float32)
-        for bias in biases:
-            by_head = bias.of(position, jnp.arange(slots, dtype=position.dtype))
-            logits = logits + jnp.moveaxis(by_head, 0, 1).reshape(logits.shape)
-        seen = (distance >= 0) & (seat >= 0)[:, None]
-        if left is not None:
-            seen &= distance <= jnp.minimum(position, left)[:, None]
-        if chunk is not None:
-            seen &= distance <= (position % chunk)[:, None]
-        seen = seen[:, None, None]
-        top = jnp.max(logits, axis=-1, keepdims=True, where=seen, initial=-jnp.inf)
-        top = top if extra is None else jnp.maximum(top, extra)
-        top = jnp.where(jnp.isneginf(top), 0.0, top)
-        weights = jnp.where(seen, jnp.exp(logits - top), 0.0)
-        total = jnp.sum(weights, axis=-1, keepdims=True)
-        total = total if extra is None else total + jnp.exp(extra - top)
-        return weights / jnp.where(total == 0, 1.0, total)
-
-    def within(at: int | Array, q: Array, *where: Array) -> Array:
-        """Of tokens of one seat."""
-        held = {name: x[layer, at] for name, x in cache.items()}
-        keys, values, key_scales, value_scales = read_kept(read, held, q.dtype)
-        f32 = {"preferred_element_type": jnp.float32}
-        logits = jnp.einsum("tkgh,ckh->tkgc", q.astype(keys.dtype), keys, **f32)
-        logits = logits if key_scales is None else logits * key_scales.T[:, None]
-        weights = weigh(logits, *where)
-        weights = weights if value_scales is None else weights * value_scales.T[:, None]
-        return jnp.einsum("tkgc,ckh->tkgh", weights.astype(values.dtype), values, **f32)
-
-    def each(token: tuple[Array, ...]) -> Array:
-        q, seat, position = (x[None] for x in token)
-        return within(jnp.clip(seat[0], 0, seats - 1), q, seat, position)[0]
-
-    tokens = (grouped, seat, position)
-    if seats == 1:
-        out = within(0, *tokens)
-    else:
-        bytes_each = keys.size * keys.dtype.itemsize + values.size * values.dtype.itemsize
-        at_once = max(1, min(t, GATHERED_BYTES // bytes_each))
-        out = jax.lax.map(each, tokens, batch_size=at_once)
+    sinking = None if sink_q is None else sink_q.reshape(grouped.shape)
+    out = attend_by_kernel(grouped, cache, layer, pages, **where, plain=read is keys_and_values)
+    if out is None:
+        out = attend_pages(grouped, cache, layer, pages, **where, slot=slot, sink_q=sinking)
+    if pages.heavy is not None:
+        where |= {"seat": every}
+        out, cache = attend_heavy(grouped, kept, cache | beside, layer, pages, out, **where)
     return out.reshape(t, n, -1).astype(q.dtype), cache

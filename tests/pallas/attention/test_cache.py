@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from colossax.errors import InputError
-from colossax.pallas.attention import Mask, attend_cache, attention, cache
+from colossax.pallas.attention import Mask, attend_cache, attention, seats
 
 LAYERS, SEATS, SLOTS, HEADS, KV_HEADS, H, HV = 2, 3, 16, 4, 2, 8, 6
 LENGTHS = [9, 14, 5]
@@ -53,7 +53,7 @@ def calls(rng):
 )
 def test_flat_tokens_see_what_their_sequence_sees(option, bytes_at_once, monkeypatch):
     """Chunks of prompts and single tokens, mixed, padded and shuffled, in the second layer."""
-    monkeypatch.setattr(cache, "GATHERED_BYTES", bytes_at_once)
+    monkeypatch.setattr(seats, "GATHERED_BYTES", bytes_at_once)
     q, k, v = sequences()
     options = dict(OPTIONS[option])
     step = jax.jit(functools.partial(attend_cache, **options))
