@@ -1,12 +1,14 @@
 """Options of what is kept of a sequence, for the verb that continues prompts."""
 
 import argparse
+import re
 from typing import Any
 
 from colossax.errors import InputError
 from colossax.scheduling import Keep
 
 _NAMES = ("sinks", "heavy", "window")
+_NUMBER = re.compile(r"[0-9]{1,9}")
 _EXAMPLE = "window=1024 with sinks=4 or heavy=512"
 
 
@@ -32,9 +34,11 @@ def keep_of(args: argparse.Namespace) -> Keep | None:
     given: dict[str, int] = {}
     for word in args.keep.split(","):
         name, _, value = word.partition("=")
-        if name not in _NAMES or name in given or not value.isascii() or not value.isdecimal():
+        if name not in _NAMES or name in given or not _NUMBER.fullmatch(value):
             raise InputError(f"--keep: found '{args.keep}'; give {_EXAMPLE}, each number once")
         given[name] = int(value)
+    if given.get("heavy") == 0:
+        raise InputError(f"--keep: found '{args.keep}'; give heavy 1 or more, or leave it out")
     if "window" not in given:
         raise InputError(f"--keep: found '{args.keep}' without a window; give {_EXAMPLE}")
     keep = Keep(**given)

@@ -21,6 +21,11 @@ class Holdings:
 
     def cached(self, run: Run) -> int:
         """Pages of a prefix that are there, without that of the last token: it is computed."""
+        run.cached = self.prefixes.longest(run.key, self._most_cached(run), run.cached)
+        return run.cached
+
+    def _most_cached(self, run: Run) -> int:
+        """Pages that may be found in place of being computed."""
         if run.cap is not None:  # its pages hold what others would not have computed
             return 0
         asked, most = run.request.sampling, len(run.ids) - 1
@@ -29,8 +34,7 @@ class Holdings:
         if asked.presence_penalty or asked.frequency_penalty:
             # What is found is not fed, and penalties count what was fed of what was said.
             most = min(most, len(run.request.prompt))
-        run.cached = self.prefixes.longest(run.key, most // self._page_tokens, run.cached)
-        return run.cached
+        return most // self._page_tokens
 
     def fits(self, run: Run) -> bool:
         """Whether there are pages for a prompt, and one more where it may need one."""
@@ -49,7 +53,8 @@ class Holdings:
 
         Whoever has begun comes first anyway.
         """
-        return self._next_key(run, self.cached(run)) in self._coming
+        cached = self.cached(run)
+        return cached < self._most_cached(run) and self._next_key(run, cached) in self._coming
 
     def begin(self, run: Run, seat: int) -> None:
         """Give a seat to a request that fits, and pages for its prompt."""

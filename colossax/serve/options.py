@@ -26,7 +26,8 @@ class Limits:
         stall_s: Seconds that a client may not read while there is something to read.
         buffer_bytes: Most that is kept for a client that does not read.
         grammar_s: Seconds that a grammar may take to compile.
-        schema_bytes: Largest JSON schema.
+        schema_bytes: Largest JSON schema, and all tools of a chat.
+        scores: Most log-probabilities of a request's prompts, the likeliest's among them.
         template_chars: Longest prompt that a chat template may write.
     """
 
@@ -43,6 +44,7 @@ class Limits:
     buffer_bytes: Count = 1 << 20
     grammar_s: Positive = 5.0
     schema_bytes: Count = 64 << 10
+    scores: Count = 1 << 18
     template_chars: Count = 4 << 20
 
     def __post_init__(self):

@@ -52,6 +52,8 @@ def test_it_says_what_an_engine_says(tmp_path, monkeypatch, capsys):
         ("last=3", "--keep: found 'last=3'; give window=1024"),
         ("sinks=4", "--keep: found 'sinks=4' without a window; give window=1024"),
         ("window=0", "keep.window: found 0; give 1 or more"),
+        ("heavy=0,window=8", "--keep: found 'heavy=0,window=8'; give heavy 1 or more"),
+        (f"window={'9' * 5000}", "give window=1024 with sinks=4 or heavy=512"),
         ("sinks=4,heavy=8,window=8", "keep: found sinks 4 and heavy 8; give one of them"),
     ],
 )

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from colossax.errors import InputError
-from colossax.scheduling import EngineRequest, Scheduler
+from colossax.scheduling import EngineRequest, SamplingConfig, Scheduler
 from tests.scheduling.world import World
 
 SIZES = {"seats": 4, "pages": 40, "pages_a_seat": 20, "mixed": 8, "page_tokens": 4}
@@ -162,6 +162,16 @@ def test_what_comes_at_once_is_computed_once():
     assert [len(fresh) for fresh in plans[:6]] == [1, 0, 0, 0, 0, 3]
     assert world.scheduler.stats.reused == 3 * 36
     world.verdict()
+
+
+@pytest.mark.catches("scored-prompts-wait-for-one-another")
+def test_prompts_that_are_scored_do_not_wait_for_what_they_may_not_find():
+    world = World.of(**{**SIZES, "pages": 80})
+    for _ in range(3):
+        world.ask(*range(5), max_tokens=1, score_from=1, sampling=SamplingConfig(logprobs=0))
+    assert len(world.step().fresh) > 1
+    world.drain()
+    assert world.scheduler.stats.reused == 0
 
 
 def test_what_was_said_is_a_prefix_too():

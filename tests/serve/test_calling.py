@@ -5,7 +5,14 @@ import json
 import openai
 import pytest
 
-from colossax.serve.http.calling import LLAMA, MISTRAL, TAGGED, FreeCalls, markup_of
+from colossax.serve.http.calling import (
+    LLAMA,
+    MISTRAL,
+    TAGGED,
+    EnforcedCall,
+    FreeCalls,
+    markup_of,
+)
 from tests.serve.fake import CHATML, TOKENIZER, FakeEngine
 from tests.serve.site import error_of, events, running, site
 from tests.serve.test_answers import content, joined
@@ -92,6 +99,10 @@ CALL = '{"name": "weather", "arguments": {"city": "Oslo", "days": 2}}'
 PARAMETERS = CALL.replace("arguments", "parameters")
 OSLO = ("weather", {"city": "Oslo", "days": 2})
 OTHER = '<tool_call>{"name": "other"}</tool_call>'
+NO_TEXT, NO_NUMBER = (
+    f'<tool_call>{{"name": "weather", "arguments": {{"city": {city}}}}}</tool_call>'
+    for city in (r'"\ud83d"', "1e999")
+)
 SAID = [
     (HERMES, f"<tool_call>\n{CALL}\n</tool_call>", "", [OSLO]),
     (HERMES, f"Look: <tool_call>{CALL}</tool_call>\n<tool_call>{CALL}</tool_call>", "Look:", 2),
@@ -104,6 +115,8 @@ SAID = [
     ("{{ tools }}<|python_tag|>", PARAMETERS, "", [OSLO]),
     ("{{ tools }}<|python_tag|>", f"<|python_tag|>{PARAMETERS}; {PARAMETERS}", "", 2),
     ("{{ tools }}<|python_tag|>", '{"a": 1} is JSON', '{"a": 1} is JSON', None),
+    # What no JSON can say again is no call.
+    *((HERMES, one, one, None) for one in (NO_TEXT, NO_NUMBER)),
     ("{{ tools }}", f"<tool_call>{CALL}</tool_call>", f"<tool_call>{CALL}</tool_call>", None),
 ]  # fmt: skip
 
@@ -141,6 +154,93 @@ def test_however_text_is_cut(markup):
         found = told + text, [(one.index, one.name, one.arguments) for one in (*parts, *some)]
         whole = whole or found
         assert found == whole and found[0] == "a < b [ {}" and len(found[1]) == 2
+
+
+@pytest.mark.catches("a-calls-texts-have-braces")
+def test_arguments_end_where_they_close():
+    """Braces and quotes of texts in them do not count; what was cut is no whole call."""
+    arguments = r'{"a": "}\"{]", "b": [{"c": "\\"}]}'
+    said = f'{{ "name" :"f",  "arguments":{arguments}}}'
+    assert json.loads(said)["arguments"]["a"] == '}"{]'
+    for size in range(1, len(said) + 1):
+        finder, parts = EnforcedCall(TAGGED), []
+        for at in range(0, len(said), size):
+            parts += finder.push(said[at : at + size])[1]
+        assert "".join(part.arguments for part in parts) == arguments and finder.any
+    finder = EnforcedCall(TAGGED)
+    assert finder.push(said[:-3])[1] and not finder.any
+
+
+@pytest.mark.catches("long-calls-are-read-again-and-again")
+def test_what_makes_a_call_longer_is_not_looked_at_again():
+    """Blanks that a grammar lets come, calls without an end, and blanks before what is no call."""
+    enforced = EnforcedCall(TAGGED)
+    for _ in range(50):
+        assert enforced.push(" " * 100) == ("", ())
+    assert len(enforced._kept) < 9
+    assert enforced.push(CALL)[1]
+    for markup in (TAGGED, MISTRAL, LLAMA):
+        finder = FreeCalls(markup, ("weather",))
+        finder.push(f"{markup.begin}{CALL[:9]}")
+        for _ in range(50):
+            assert finder.push(" " * 100) == ("", ())
+        assert len(finder.kept) < 100
+        parts = [*finder.push(CALL[9:] + markup.end)[1], *finder.finish()[1]]
+        assert parts[0].name == "weather"
+        finder = FreeCalls(markup, ("weather",))
+        assert sum(len(finder.push(" " * 100)[0]) for _ in range(50)) > 4000
+
+
+def test_a_stop_text_leaves_a_call_unfinished():
+    with site(engine()) as here:
+        body = CHAT | {"tool_choice": "required", "stop": [":"]}
+        (found,) = here.ask("/v1/chat/completions", body).json()["choices"]
+        assert found["finish_reason"] == "stop"
+
+
+@pytest.mark.catches("definitions-stay-where-they-were")
+def test_schemas_that_define_parts():
+    """As pydantic writes nested models; two functions with parts of one name."""
+    city = {"$ref": "#/$defs/City"}
+    asked = [
+        {
+            "type": "function",
+            "function": {
+                "name": name,
+                "parameters": {
+                    "$defs": {"City": {"enum": [name]}, "Both": {"items": city, "type": "array"}},
+                    "type": "object",
+                    "properties": {"at": city},
+                    "required": ["at"],
+                    "additionalProperties": False,
+                },
+            },
+        }
+        for name in ("one", "two")
+    ]
+    with site(engine()) as here:
+        for which in ("one", "two"):
+            only = {"type": "function", "function": {"name": which}}
+            answer = here.ask("/v1/chat/completions", CHAT | {"tools": asked, "tool_choice": only})
+            assert called(answer.json()["choices"][0]) == [(which, {"at": which})]
+        answer = here.ask(
+            "/v1/chat/completions", CHAT | {"tools": asked, "tool_choice": "required"}
+        )
+        ((which, said),) = called(answer.json()["choices"][0])
+        assert said == {"at": which}
+
+
+def test_what_official_clients_add_is_passed_over():
+    call = {"id": "x", "type": "function", "index": 0}
+    call["function"] = {"name": "now", "arguments": "", "parsed_arguments": {"a": 1}}
+    said = {"role": "assistant", "content": None, "tool_calls": [call], "parsed": None}
+    said |= {"annotations": [], "refusal": None, "audio": None}
+    result = {"role": "tool", "tool_call_id": "x", "content": "late"}
+    with site(engine("yes")) as here:
+        body = CHAT | {"messages": [*CHAT["messages"], said, result]}
+        assert here.ask("/v1/chat/completions", body).status_code == 200
+        prompt = TOKENIZER.decode(here.engine.asked[-1].prompt)
+        assert "parsed" not in prompt and '"arguments": {}' in prompt
 
 
 def test_forms_are_known_by_templates():
@@ -259,6 +359,14 @@ def test_a_template_without_tools_and_a_schema_that_is_none():
         body = CHAT | {"tools": asked, "tool_choice": "required"}
         error = error_of(here.ask("/v1/chat/completions", body), 400)
         assert error["param"] == "tools" and error["message"].startswith("tools: no grammar can")
+
+
+def test_tools_of_many_bytes_are_refused():
+    """A template may write them with more blanks than letters."""
+    long = [{"type": "function", "function": {"name": "f", "description": "x" * 70_000}}]
+    with site(engine()) as here:
+        error = error_of(here.ask("/v1/chat/completions", CHAT | {"tools": long}), 400)
+        assert error["param"] == "tools" and "bytes; give at most 65536" in error["message"]
 
 
 def test_the_official_client_calls():

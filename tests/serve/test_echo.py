@@ -9,7 +9,7 @@ from colossax.serve import ServeOptions
 from colossax.serve.engine.wire import emitted_from_json, emitted_to_json
 from colossax.serve.options import Limits
 from tests.serve.fake import TOKENIZER
-from tests.serve.site import events, site
+from tests.serve.site import error_of, events, site
 from tests.serve.test_answers import COMPLETION, joined, script
 
 
@@ -75,6 +75,22 @@ def test_a_prompt_that_is_told_back_counts_for_no_slow_client():
     body = COMPLETION | {"prompt": "ab" * 200, "echo": True, "logprobs": 2, "stream": True}
     with site(script("xy"), ServeOptions(limits=limits)) as here:
         assert joined(events(here.ask("/v1/completions", body).text), 0)[0] == "ab" * 200 + "xy"
+
+
+@pytest.mark.catches("any-number-of-scores")
+def test_more_scores_than_are_told_at_once():
+    body = COMPLETION | {
+        "prompt": ["ab", "c"],
+        "echo": True,
+        "max_tokens": 0,
+        "logprobs": 3,
+        "n": 2,
+    }
+    with site(script("x"), ServeOptions(limits=Limits(scores=24))) as here:
+        assert here.ask("/v1/completions", body).status_code == 200
+        error = error_of(here.ask("/v1/completions", body | {"prompt": ["ab", "cd"]}), 400)
+        assert error["param"] == "logprobs"
+        assert "asks for 32 log-probabilities of prompts; ask for at most 24" in error["message"]
 
 
 def test_scores_between_processes():

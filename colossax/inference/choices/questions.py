@@ -101,8 +101,9 @@ def choice_requests(
 ) -> list[EngineRequest]:
     """A request for each choice of each question, which scores the choice's tokens alone.
 
-    Tokens are those of prompt and choice together; blanks at a prompt's end go to the choice, and
-    an empty prompt is the token that ends documents, as in lm-evaluation-harness.
+    Tokens are those of prompt and choice together, and blanks at a prompt's end go to the choice,
+    as in lm-evaluation-harness. An empty prompt is the token that ends documents, which that takes
+    where a tokenizer has none that begins them.
 
     Args:
         questions: One or more.

@@ -169,7 +169,10 @@ class Probabilities:
         """What is told of a piece's token, or of the i-th behind it; else as of `emitted_of`."""
         asked = self._asked[piece.request]
         emitted = emitted_of(piece.request, (piece.seat, i), found, asked.logprobs, last)
-        return emitted if asked.begin is None else emitted._replace(scores=asked.tell())
+        if asked.begin is None:
+            return emitted
+        self._scoring.discard(piece.request)
+        return emitted._replace(scores=asked.tell())
 
 
 def _score(found: Scored, i: int, logprobs: int | None) -> Score:

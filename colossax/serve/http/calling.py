@@ -10,6 +10,9 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from colossax.serve.http.tools import Tools
 
+MOST_BLANKS = 256
+"""More of them are told though a call might follow, before which they would not be."""
+
 LETTERS = string.ascii_letters + string.digits
 
 
@@ -35,7 +38,7 @@ class CallFinder(Protocol):
 
     @property
     def any(self) -> bool:
-        """Whether a call has come."""
+        """Whether a whole call has come."""
         ...
 
     def push(self, text: str) -> tuple[str, tuple[CallPart, ...]]:
@@ -106,6 +109,7 @@ def finder_of(tools: Tools, template: str) -> CallFinder | None:
     return FreeCalls(markup, tools.names) if tools.given and markup.begin else None
 
 
+_BLANKS = re.compile(r"\s+")
 _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"arguments"\s*:\s*')
 
 
@@ -120,13 +124,13 @@ class EnforcedCall:
     @property
     def any(self) -> bool:
         """See `CallFinder`."""
-        return self._began
+        return self._depth < 0
 
     def push(self, text: str) -> tuple[str, tuple[CallPart, ...]]:
         """See `CallFinder`."""
         if self._began:
             return "", self._part(self._own(text))
-        self._kept += text
+        self._kept = _BLANKS.sub(" ", self._kept + text)  # a grammar lets any number of them stand
         head = _HEAD.match(self._kept)
         if head is None or head.end() == len(self._kept):
             return "", ()
@@ -171,6 +175,8 @@ class FreeCalls:
     count: int = 0
     kept: str = ""
     said: bool = False
+    within: list[str] | None = None
+    """Of a call that has begun and is not whole, what came behind `kept`."""
 
     @property
     def any(self) -> bool:
@@ -179,7 +185,9 @@ class FreeCalls:
 
     def push(self, text: str) -> tuple[str, tuple[CallPart, ...]]:
         """See `CallFinder`."""
-        self.kept += text
+        if self._goes_on(text):
+            return "", ()
+        self.kept, self.within = "".join((self.kept, *(self.within or ()), text)), None
         told, parts = "", []
         while (found := self._next()) is not None:
             before, block, calls = found
@@ -191,17 +199,31 @@ class FreeCalls:
         certain = len(self.kept) - self._unsure()
         told, self.kept = told + self.kept[:certain], self.kept[certain:]
         self.said = self.said or bool(told.strip())
+        self.within = None if self._begins(self.kept) is None else []
         return told, tuple(parts)
 
     def finish(self) -> tuple[str, tuple[CallPart, ...]]:
         """See `CallFinder`."""
-        rest, self.kept = self.kept, ""
+        rest, self.kept, self.within = "".join((self.kept, *(self.within or ()))), "", None
         at = self._begins(rest)
         if at is not None and not self.markup.end:
             calls = _calls(rest[at:].removeprefix(self.markup.begin), self.names)
             if calls is not None:
                 return rest[:at].rstrip(), tuple(self._told(calls))
         return rest if rest.strip() or not self.count else "", ()
+
+    def _goes_on(self, text: str) -> bool:
+        """Whether this only makes a call longer; it is put aside then, and not looked at again."""
+        end = self.markup.end
+        if self.within is None:
+            return False
+        if end:
+            last = "".join((self.kept[-len(end) :], *self.within[-len(end) :]))
+            if end in last[-len(end) :] + text:
+                return False
+        if text:
+            self.within.append(text)
+        return True
 
     def _next(self) -> tuple[str, str, list[tuple[str, str]] | None] | None:
         """The next whole block between tags: text before it, itself, and the calls in it."""
@@ -224,11 +246,13 @@ class FreeCalls:
     def _unsure(self) -> int:
         """Characters at the end that may turn out to be of a call, or nothing before one."""
         at = self._begins(self.kept)
-        if at is None:
-            begin = self.markup.begin
-            ends = range(min(len(begin) - 1, len(self.kept)), 0, -1)
-            at = len(self.kept) - next((n for n in ends if self.kept.endswith(begin[:n])), 0)
-        return len(self.kept) - len(self.kept[:at].rstrip())
+        if at is not None:
+            return len(self.kept) - len(self.kept[:at].rstrip())
+        begin = self.markup.begin
+        ends = range(min(len(begin) - 1, len(self.kept)), 0, -1)
+        at = len(self.kept) - next((n for n in ends if self.kept.endswith(begin[:n])), 0)
+        blanks = at - len(self.kept[:at].rstrip())
+        return len(self.kept) - at + (blanks if blanks <= MOST_BLANKS else 0)
 
     def _told(self, calls: Sequence[tuple[str, str]]) -> Iterator[CallPart]:
         for name, arguments in calls:
@@ -247,9 +271,9 @@ def _calls(block: str, names: Sequence[str]) -> list[tuple[str, str]] | None:
                 continue
             value, at = decoder.raw_decode(block, at)
             values += value if isinstance(value, list) else [value]
-    except (ValueError, RecursionError):
+        found = [_call(value, names) for value in values]
+    except (ValueError, RecursionError):  # numbers that are none and halves of characters, too
         return None
-    found = [_call(value, names) for value in values]
     calls = [one for one in found if one is not None]
     return calls if found and len(calls) == len(found) else None
 
@@ -260,4 +284,6 @@ def _call(value: Any, names: Sequence[str]) -> tuple[str, str] | None:
     arguments = value.get("arguments", value.get("parameters", {}))
     if not isinstance(arguments, dict):
         return None
-    return value["name"], json.dumps(arguments, ensure_ascii=False)
+    told = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    told.encode()
+    return value["name"], told

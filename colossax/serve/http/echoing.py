@@ -40,6 +40,8 @@ class Echo:
 
     def behind(self, entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
         """Of the continuation's, with offsets that count the prompt."""
+        if not self.text:
+            return entries
         return tuple(
             dataclasses.replace(one, offset=one.offset + len(self.text)) for one in entries
         )

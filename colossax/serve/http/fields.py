@@ -1,7 +1,6 @@
 """What a body may hold: every field is understood or refused by its name, none is passed over."""
 
 import dataclasses
-import json
 from typing import Any
 
 from colossax.config import Bound, at_least, within
@@ -13,7 +12,10 @@ from colossax.serve.http.errors import bad
 from colossax.serve.http.messages import messages, shown
 from colossax.serve.http.reading import (
     Reader,
+    any_text,
+    anything,
     flag,
+    json_text,
     kind_of,
     members,
     number,
@@ -115,38 +117,27 @@ def _biases(value: Any, name: str) -> tuple[tuple[int, float], ...]:
     return tuple((int(key), read(item, f"{name}.{key}")) for key, item in found.items())
 
 
-def _any(value: Any, name: str) -> Any:
-    return value
-
-
-def _any_text(value: Any, name: str) -> str:
-    return kind_of(value, str, name, "a text")
-
-
 def _format(value: Any, name: str) -> str | None:
     kind = kind_of(value, dict, name, "an object").get("type")
     if kind == "json_schema":
-        found = members(value, name, {"type": _any, "json_schema": _schema}, ("json_schema",))
+        found = members(value, name, {"type": anything, "json_schema": _schema}, ("json_schema",))
         return found["json_schema"]
     if kind not in ("text", "json_object"):
         known = "text, json_object or json_schema"
         raise bad(f"{name}: is of type {shown(kind)}; give {known}", name)
-    members(value, name, {"type": _any})
+    members(value, name, {"type": anything})
     return JSON_OBJECT if kind == "json_object" else None
 
 
 def _schema(value: Any, name: str) -> str:
     readers: dict[str, Reader] = {
         "name": text(64),
-        "description": _any_text,
+        "description": any_text,
         "strict": flag,
         "schema": lambda found, where: kind_of(found, dict, where, "a JSON schema"),
     }
     found = members(value, name, readers, ("schema",))
-    try:
-        return json.dumps(found["schema"], ensure_ascii=False, allow_nan=False)
-    except ValueError:
-        raise bad(f"{name}.schema: has a number that is not finite; repair it", name) from None
+    return json_text(found["schema"], f"{name}.schema")
 
 
 def _keep(value: Any, name: str) -> Keep:

@@ -3,7 +3,7 @@
 from typing import Any
 
 from colossax.serve.http.errors import bad
-from colossax.serve.http.reading import Reader, kind_of, members, refused, text
+from colossax.serve.http.reading import Reader, any_text, anything, kind_of, members, refused, text
 from colossax.serve.http.tools import tool_calls
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -23,6 +23,8 @@ def messages(value: Any, name: str) -> tuple[dict[str, Any], ...]:
 
 def _message(value: Any, name: str) -> dict[str, Any]:
     found = members(value, name, _MESSAGE, ("role",))
+    for key in ("annotations", "parsed"):
+        found.pop(key, None)
     role = found["role"]
     if found.get("tool_calls") == []:
         del found["tool_calls"]
@@ -46,6 +48,11 @@ def _role(value: Any, name: str) -> str:
     return found
 
 
+def _none(value: Any, name: str) -> None:
+    if value != []:
+        raise bad(f"{name}: are not supported; leave them out", name, "unsupported_parameter")
+
+
 def _content(value: Any, name: str) -> str:
     if isinstance(value, str):
         return value
@@ -57,20 +64,12 @@ def _part(value: Any, name: str) -> str:
     kind = kind_of(value, dict, name, "an object").get("type")
     if kind != "text":
         raise bad(f"{name}: is of type {shown(kind)}; only parts of type 'text' are read", name)
-    return members(value, name, {"type": _any, "text": _any_text}, ("text",))["text"]
+    return members(value, name, {"type": anything, "text": any_text}, ("text",))["text"]
 
 
 def shown(value: Any) -> str:
     """A value that should have been a known text."""
     return f"'{value[:50]}'" if isinstance(value, str) else "no text"
-
-
-def _any(value: Any, name: str) -> Any:
-    return value
-
-
-def _any_text(value: Any, name: str) -> str:
-    return kind_of(value, str, name, "a text")
 
 
 _MESSAGE: dict[str, Reader] = {
@@ -80,9 +79,8 @@ _MESSAGE: dict[str, Reader] = {
     "tool_calls": tool_calls,
     "tool_call_id": text(256),
     "function_call": refused("is of an older form; give 'tool_calls'"),
-    # Null in what clients give back of an answer.
-    **{
-        name: refused("is not supported; leave it out")
-        for name in ("refusal", "audio", "annotations")
-    },
+    # Null or empty in what clients give back of an answer, or made of it.
+    **{name: refused("is not supported; leave it out") for name in ("refusal", "audio")},
+    "annotations": _none,
+    "parsed": anything,
 }

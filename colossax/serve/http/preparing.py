@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import json
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -88,8 +89,9 @@ class Preparer:
         else:
             prompts = await self.prompt_tokens(ask.prompts, "prompt")
         lengths = [self._length(ask, prompt) for prompt in prompts]
-        grammar = await self._grammar_of(ask)
         echoes = self._echoes(ask, prompts)
+        self._check_scores(ask, echoes)
+        grammar = await self._grammar_of(ask)
         return [
             Wanted(
                 index=i * ask.n + j,
@@ -166,6 +168,9 @@ class Preparer:
                     " model of tools; leave them out, or ask for JSON by response_format",
                     "tools",
                 )
+            size, most = len(json.dumps(tools).encode()), self._limits.schema_bytes
+            if size > most:  # a template may write them with more blanks than letters
+                raise bad(f"tools: are {size} bytes; give at most {most}", "tools")
             tokens = await self._in_thread(template.tokens, messages, tools)
         except InputError as problem:
             raise bad(str(problem), "messages") from None
@@ -232,6 +237,17 @@ class Preparer:
             )
             for said, ids in zip(ask.prompts, prompts, strict=True)
         ]
+
+    def _check_scores(self, ask: Ask, echoes: Sequence[Echo]) -> None:
+        """They are told at once, and kept for a client that does not read."""
+        each = ask.n * (1 + (ask.sampling.logprobs or 0))
+        scores = each * sum(len(echo.prompt) for echo in echoes if echo.scored)
+        if scores > (most := self._limits.scores):
+            raise bad(
+                f"logprobs: with 'echo' asks for {scores} log-probabilities of prompts; ask for at"
+                f" most {most} at a time: fewer prompts, or fewer of the likeliest tokens",
+                "logprobs",
+            )
 
     async def _grammar_of(self, ask: Ask) -> str | None:
         if ask.tools.enforced is not None:

@@ -1,5 +1,6 @@
 """Readers of single values of a body: each returns what it understood, or refuses by name."""
 
+import json
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -118,3 +119,25 @@ def _inside(reader: Reader, value: Any, where: str) -> Any:
         # A member of a member names itself; what clients look for is the field they gave.
         refusal.param = refusal.param or where
         raise
+
+
+def anything(value: Any, name: str) -> Any:
+    """Whatever it is."""
+    return value
+
+
+def any_text(value: Any, name: str) -> str:
+    """A text of any length."""
+    return kind_of(value, str, name, "a text")
+
+
+def json_text(value: Any, name: str) -> str:
+    """A value as JSON.
+
+    Raises:
+        Refusal: 400, a number in it is not finite.
+    """
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except ValueError:
+        raise bad(f"{name}: has a number that is not finite; repair it", name) from None

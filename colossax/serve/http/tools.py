@@ -8,7 +8,16 @@ from typing import Any
 
 from colossax.documents import parse_json
 from colossax.serve.http.errors import bad
-from colossax.serve.http.reading import Reader, flag, kind_of, members, text
+from colossax.serve.http.reading import (
+    Reader,
+    any_text,
+    anything,
+    flag,
+    json_text,
+    kind_of,
+    members,
+    text,
+)
 
 MOST = 128
 """Functions of one request, as OpenAI has it."""
@@ -120,19 +129,51 @@ def chosen(found: Mapping[str, Any]) -> Tools:
 
 def _schema(functions: Sequence[Mapping[str, Any]]) -> str:
     """Of one call: the function's name, then its arguments."""
+    named: dict[str, Any] = {}
     calls = [
         {
             "type": "object",
             "properties": {
                 "name": {"const": one["name"]},
-                "arguments": one.get("parameters") or NO_PARAMETERS,
+                "arguments": _moved(one.get("parameters") or NO_PARAMETERS, one["name"], named),
             },
             "required": ["name", "arguments"],
             "additionalProperties": False,
         }
         for one in functions
     ]
-    return json.dumps(calls[0] if len(calls) == 1 else {"anyOf": calls}, ensure_ascii=False)
+    schema = calls[0] if len(calls) == 1 else {"anyOf": calls}
+    return json.dumps({**schema, "$defs": named} if named else schema, ensure_ascii=False)
+
+
+_DEFINED = ("$defs", "definitions")
+_POINTER = re.compile(r"#/(?:\$defs|definitions)/")
+
+
+def _moved(schema: Mapping[str, Any], function: str, named: dict[str, Any]) -> Any:
+    """A function's schema as a part of another: what it defines goes there, by a name of its own.
+
+    Args:
+        schema: Of its parameters.
+        function: Its name.
+        named: What all functions define, to which this one's are added.
+    """
+
+    def renamed(value: Any) -> Any:
+        if isinstance(value, list):
+            return [renamed(one) for one in value]
+        if not isinstance(value, dict):
+            return value
+        pointer = value.get("$ref")
+        moved = {name: renamed(one) for name, one in value.items()}
+        if isinstance(pointer, str):
+            moved["$ref"] = _POINTER.sub(f"#/$defs/{function}.", pointer, count=1)
+        return moved
+
+    for key in _DEFINED:
+        if isinstance(own := schema.get(key), dict):
+            named |= {f"{function}.{name}": renamed(one) for name, one in own.items()}
+    return renamed({key: one for key, one in schema.items() if key not in _DEFINED})
 
 
 def function_name(value: Any, name: str) -> str:
@@ -147,20 +188,23 @@ def tool_calls(value: Any, name: str) -> list[dict[str, Any]]:
     """Calls that an assistant made, with their arguments as values: templates write them."""
     found = kind_of(value, list, name, "a list of calls")
     readers: dict[str, Reader] = {"id": text(256), "type": _function, "function": _called}
-    return [
-        members(one, f"{name}[{i}]", readers, ("id", "type", "function"))
+    given = {**readers, "index": anything}  # of a stream's last message in official clients
+    calls = [
+        members(one, f"{name}[{i}]", given, ("id", "type", "function"))
         for i, one in enumerate(found)
     ]
+    return [{key: one[key] for key in readers} for one in calls]
 
 
 def _called(value: Any, name: str) -> dict[str, Any]:
-    return members(
-        value, name, {"name": function_name, "arguments": _arguments}, ("name", "arguments")
-    )
+    readers = {"name": function_name, "arguments": _arguments, "parsed_arguments": anything}
+    found = members(value, name, readers, ("name", "arguments"))
+    found.pop("parsed_arguments", None)  # official clients add it to what they give back
+    return found
 
 
 def _arguments(value: Any, name: str) -> dict[str, Any]:
-    found = kind_of(value, str, name, "an object in JSON, as text")
+    found = kind_of(value, str, name, "an object in JSON, as text") or "{}"
     try:
         return kind_of(parse_json(found.encode(), unique=True), dict, name, "an object")
     except ValueError as problem:
@@ -176,7 +220,7 @@ def _function(value: Any, name: str) -> str:
 def _described(value: Any, name: str) -> dict[str, Any]:
     readers: dict[str, Reader] = {
         "name": function_name,
-        "description": lambda found, where: kind_of(found, str, where, "a text"),
+        "description": any_text,
         "parameters": _parameters,
         "strict": flag,
     }
@@ -187,8 +231,5 @@ def _parameters(value: Any, name: str) -> dict[str, Any]:
     found = kind_of(value, dict, name, "a JSON schema")
     if found.get("type") != "object":
         raise bad(f"{name}: is no schema of an object; give 'type': 'object'", name)
-    try:
-        json.dumps(found, allow_nan=False)
-    except ValueError:
-        raise bad(f"{name}: has a number that is not finite; repair it", name) from None
+    json_text(found, name)
     return found

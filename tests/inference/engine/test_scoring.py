@@ -8,8 +8,10 @@ import pytest
 
 from colossax.inference import NgramDrafter
 from colossax.inference.engine import Engine
+from colossax.inference.engine.sampling import Chosen
+from colossax.inference.engine.scoring import Probabilities, Scored
 from colossax.inference.plan import unrolled
-from colossax.scheduling import EngineRequest, SamplingConfig
+from colossax.scheduling import EngineRequest, Piece, SamplingConfig, StepPlan
 from tests.cases import quick_first
 from tests.inference.engine.test_engine import EOS, SMALL, alone, engine, flat, requests, tokens
 from tests.inference.engine.test_staged import made
@@ -147,6 +149,21 @@ def test_numbers_that_are_none():
     )
     assert [x.ended for x in wrong] == ["error"] and "NaN" in wrong[0].message
     check(good, EngineRequest(prompt=(1, 2, 5), **given))
+
+
+@pytest.mark.catches("scores-that-are-none-are-told")
+def test_scores_that_are_none_end_their_request_whatever_it_says():
+    probabilities = Probabilities()
+    for number in (3, 4):
+        probabilities.add(number, EngineRequest(prompt=(1, 2), score_from=1))
+    pieces = [Piece(3, 0, 0, (1, 2), True), Piece(4, 1, 0, (1, 2), True)]
+    plan = StepPlan(kind="mixed", pieces=pieces, fresh=(), table=np.zeros((2, 1)), version=0)
+    assert [one.at for one in probabilities.sends(plan)] == [0, 2]
+    top = np.zeros((2, 20))
+    scores = Scored(logprob=np.asarray([-1, np.nan]), top_tokens=top, top_logprobs=top)
+    fields = dict.fromkeys(("token", "logprob", "top_tokens", "top_logprobs", "sound"), top)
+    _, broken = probabilities.lands(Chosen(**fields, scored=scores))
+    assert broken == {4}
 
 
 def test_a_prompt_of_one_token_has_nothing_to_tell():
