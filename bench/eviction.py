@@ -48,6 +48,8 @@ def main() -> None:
     ids = stored.tokenizer.encode(arguments.text.read_text(encoding="utf-8"))
     slots = stored.config.max_seq // PAGE * PAGE
     count = min(len(ids), arguments.tokens) // slots
+    if not count or min(arguments.pages) < 2:
+        sys.exit(f"give --tokens {slots} or more, a text as long, and --pages from 2 on")
     rows = np.asarray(ids[: count * slots], np.int32).reshape(count, slots)
     asked: list[Keep | None] = [None]
     for pages in arguments.pages:

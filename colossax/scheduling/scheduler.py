@@ -274,16 +274,18 @@ class Scheduler:
     def _reach(self, run: Run) -> bool:
         """Get room for the last token that steps on their way may say, and for drafts if there is.
 
-        Returns:
-            Whether it still has its seat.
+        False where it had to leave its seat for it.
         """
         sure = min(run.length + self._drafts.most * run.in_flight, run.most)
         while run.room < sure:
             if not self._grow(run):
                 return False
-        while run.room < min(sure + run.drafts, run.most) and self._holdings.grow(run):
-            pass
+        self._spare(run, sure + 2 * run.drafts)  # those that are looked at, and the next ones
         return True
+
+    def _spare(self, run: Run, tokens: int) -> None:  # where pages are free
+        while run.room < min(tokens, run.most) and self._holdings.grow(run):
+            pass
 
     def _grow(self, run: Run) -> bool:
         """Get one more page; False where the request had to leave its own seat for it."""
@@ -340,6 +342,8 @@ class Scheduler:
             emits = run.written == run.length
             run.length += emits
             run.speaks = emits
+            if emits and run.drafts:
+                self._spare(run, run.length + run.drafts)
             pieces.append(Piece(run.number, run.seat, start, tuple(tokens), emits, run.room))
         return left
 

@@ -14,7 +14,7 @@ from colossax.inference.engine import sizing
 from colossax.inference.engine.engine import Engine
 from colossax.models import maker
 from colossax.nn import describe
-from colossax.scheduling import EngineRequest, SamplingConfig
+from colossax.scheduling import EngineRequest, Keep, SamplingConfig
 from tests.cases import quick_first
 from tests.fresh import fresh_params
 from tests.inference.test_generator import LLAMA, build, single
@@ -147,6 +147,19 @@ def test_pages_are_as_many_as_there_is_room_for(monkeypatch, engines):
     monkeypatch.setattr(sizing, "device_memory", lambda *_: memory - 8 * page)
     with pytest.raises(PlanError, match="pages: a device has .* GB are needed for one sequence"):
         several(spec, bound, params, requests=asked).run()
+
+
+@pytest.mark.catches("room-for-what-nobody-holds")
+def test_requests_that_let_go_need_no_room_for_all_of_a_sequence(monkeypatch):
+    spec, bound, params = model(Plan())
+    asked = [EngineRequest(prompt=(1, 2), max_tokens=60, keep=Keep(heavy=16, window=16))]
+    one = several(spec, bound, params, requests=asked)
+    sizes = one._programs[0].sizes
+    assert sizes.pages < sizes.pages_a_seat
+    memory = 1.001 * sizing.used_bytes(one.lowered()) / sizing.DEVICE_SHARE
+    monkeypatch.setattr(sizing, "device_memory", lambda *_: memory)
+    monkeypatch.setattr(sizing, "ROOMY", 0.0)
+    assert several(spec, bound, params, requests=asked).run() == one.run()
 
 
 @pytest.mark.catches("stages-draw-by-temperature")

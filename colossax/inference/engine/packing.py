@@ -113,7 +113,8 @@ class Packer:
         draws.adapter[seat] = self._numbers[request.adapter]
         draws.kept[seat] = 0
         if request.keep is not None:
-            draws.kept[seat] = request.keep.pages(self._sizes.page_tokens, self._sizes.mixed)
+            kept = request.keep.pages(self._sizes.page_tokens, self._sizes.mixed)
+            draws.kept[seat] = np.minimum(kept, self._sizes.pages_a_seat)  # more is all
         draws.bias_tokens[seat] = -1
         for i, (token, value) in enumerate(asked.logit_bias):
             draws.bias_tokens[seat, i], draws.bias_values[seat, i] = token, value

@@ -147,7 +147,10 @@ def with_room(program: EngineProgram, params: Params) -> EngineProgram:
     if memory is None or held + cache_bytes(program) <= ROOMY * memory:
         return program
     drafter = program.drafter
-    pages = pages_for(program.spec, bound, params, sizes, share=DEVICE_SHARE, drafter=drafter)
+    given = program.spec, bound, params, sizes
+    # Requests that let go of tokens hold fewer pages than the longest sequence has.
+    least = min(sizes.pages, sizes.pages_a_seat)
+    pages = pages_for(*given, share=DEVICE_SHARE, drafter=drafter, least=least)
     if pages >= sizes.pages:
         return program
     return EngineProgram(program.spec, bound, dataclasses.replace(sizes, pages=pages), drafter)
@@ -161,6 +164,7 @@ def pages_for(
     *,
     share: float = SHARE,
     drafter: Drafter | None = None,
+    least: int | None = None,
 ) -> int:
     """As many as all seats could fill, or as the devices have room for beside the rest.
 
@@ -172,6 +176,7 @@ def pages_for(
         sizes: Of it, without pages.
         share: Of a device's memory that may be used.
         drafter: Of the engine, with a cache of its own in as many pages.
+        least: See `room_for`.
 
     Raises:
         PlanError: There is no room for the longest sequence.
@@ -188,10 +193,18 @@ def pages_for(
     programs = few.lowered("mixed", params), few.reading.lowered(params)
     rest = max(used_bytes(one) for one in programs if one is not None)
     rest -= page_bytes * sizes.pages_a_seat  # what seats have for themselves stays
-    return min(most, room_for(memory, rest, page_bytes, sizes, share=share))
+    return min(most, room_for(memory, rest, page_bytes, sizes, share=share, least=least))
 
 
-def room_for(memory: float, rest: int, page_bytes: int, sizes: Sizes, *, share: float) -> int:
+def room_for(
+    memory: float,
+    rest: int,
+    page_bytes: int,
+    sizes: Sizes,
+    *,
+    share: float,
+    least: int | None = None,
+) -> int:
     """Pages that a device has room for.
 
     Args:
@@ -200,16 +213,19 @@ def room_for(memory: float, rest: int, page_bytes: int, sizes: Sizes, *, share: 
         page_bytes: Of one.
         sizes: Of the engine.
         share: Of the memory that may be used.
+        least: Pages that there have to be; None: those of the longest sequence.
 
     Raises:
         PlanError: There is no room for the longest sequence.
     """
     room = int(share * memory - rest) // page_bytes
-    if room < sizes.pages_a_seat:
-        needed = rest + page_bytes * sizes.pages_a_seat
+    least = sizes.pages_a_seat if least is None else least
+    if room < least:
+        needed = rest + page_bytes * least
+        tokens = min(sizes.slots, least * sizes.page_tokens)
         raise PlanError(
             f"pages: a device has {gb_down(int(share * memory))} GB for an engine, and"
-            f" {gb_up(needed)} GB are needed for one sequence of {sizes.slots} tokens; give fewer"
+            f" {gb_up(needed)} GB are needed for one sequence of {tokens} tokens; give fewer"
             " slots, fewer seats, or more devices"
         )
     return room

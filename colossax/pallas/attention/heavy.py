@@ -103,7 +103,7 @@ class Heavy:
             width: Places of a page, or 1 where no seat has more than one token.
         """
         at = self.start[:, None]
-        if width > 1:
+        if width > 1 or self.page_tokens == 1:
             page = self.start // self.page_tokens + i
             at = page[:, None] * self.page_tokens + jnp.arange(width, dtype=jnp.int32)
         behind = at - self.start[:, None]

@@ -197,7 +197,11 @@ def tool_calls(value: Any, name: str) -> list[dict[str, Any]]:
 
 
 def _called(value: Any, name: str) -> dict[str, Any]:
-    readers = {"name": function_name, "arguments": _arguments, "parsed_arguments": anything}
+    readers: dict[str, Reader] = {
+        "name": function_name,
+        "arguments": _arguments,
+        "parsed_arguments": anything,
+    }
     found = members(value, name, readers, ("name", "arguments"))
     found.pop("parsed_arguments", None)  # official clients add it to what they give back
     return found

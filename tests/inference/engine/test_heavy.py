@@ -77,6 +77,17 @@ def test_others_are_as_if_alone_and_company_changes_nothing():
     company_changes_nothing("heavy", heavy=3, window=PAGE + 1)
 
 
+@pytest.mark.catches("pages-of-one-token-are-read-once")
+def test_pages_of_one_token():
+    """However the prompt is cut."""
+    asked = EngineRequest(prompt=tuple(range(20)), max_tokens=6, keep=Keep(heavy=4, window=4))
+    sizes = {"page_tokens": 1, "seats": 1, "pages": 32}
+    one, other = (
+        engine(keeps="heavy", mixed_tokens=mixed, **sizes).generate_all([asked]) for mixed in (1, 7)
+    )
+    assert tokens(one) == tokens(other)
+
+
 @pytest.mark.catches("heavy-holds-a-step-more")
 def test_pages_of_a_long_request():
     """Never more than were asked for, of a pool for no whole sequence."""

@@ -131,6 +131,8 @@ def test_who_finds_all_pages_is_always_right():
     stats = one.stats.scheduler
     assert stats.accepted == stats.drafted
     check_means(one)
+    assert lengths(one, text, 41) == [5] * 8 and one.stats.scheduler.reused
+    check_means(one)  # of pages that were found, those that another made
 
 
 def check_means(one):
@@ -175,6 +177,35 @@ def test_who_is_below_saves_passes_and_changes_no_guess():
     assert passes(one, prompt) == 2
     one.program.drafter.params["text"] = jnp.asarray((text + 1) % 128)
     assert passes(Engine.of(one.program, flat(LLAMA)[1]), prompt) == 5
+
+
+class Counted(ModelDrafter):
+    """Counts how often any was asked."""
+
+    asked = 0
+
+    def draft(self, params, held, view):
+        jax.debug.callback(self._count)
+        return super().draft(params, held, view)
+
+    @staticmethod
+    def _count():
+        Counted.asked += 1
+
+
+@pytest.mark.catches("below-has-not-read-what-was-right")
+@pytest.mark.catches("no-room-for-the-next-drafts")
+def test_a_model_below_reads_what_was_right():
+    """The same weights below: all of its guesses are right, so drafts take no more passes."""
+    spec, params, bound = flat(LLAMA)
+    drafter = RetrievalDrafter(5, pages=20, below=Counted(spec, bound, params, 2))
+    one = engine(drafter, pages=64)
+    one._scheduler._drafts._adapts = False
+    one.generate_all([EngineRequest(prompt=(5, 9, 2), max_tokens=43)])
+    jax.effects_barrier()
+    steps = sum(one.stats.steps.values())
+    # Behind a request's last place there is no room, so the last draft may take one more.
+    assert 7 <= steps <= 9 and 2 * (steps - 1) <= Counted.asked <= 2 * steps + 1
 
 
 def passes(one, prompt):

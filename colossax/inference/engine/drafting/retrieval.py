@@ -333,6 +333,11 @@ def check_retrieved(program: Any) -> None:
             "draft: with window_rings a layer's pages are a ring of each seat, and retrieval finds"
             " them by the table; leave out window_rings, or draft with n-grams or a smaller model"
         )
+    if program.config.relative is not None:
+        raise InputError(
+            "draft: the model has biases by distance, which retrieval does not see; draft with"
+            " n-grams or a smaller model"
+        )
     if program.bound.size(RING_AXES) > 1:
         raise InputError(
             "draft: the devices of 'ring' share a sequence's pages, and retrieval reads any of them"
