@@ -196,9 +196,9 @@ class Counted(ModelDrafter):
 @pytest.mark.catches("below-has-not-read-what-was-right")
 @pytest.mark.catches("no-room-for-the-next-drafts")
 def test_a_model_below_reads_what_was_right():
-    """The same weights below: all of its guesses are right, so drafts take no more passes."""
+    """The same weights below: all its guesses are right, behind drafts of two whole rounds too."""
     spec, params, bound = flat(LLAMA)
-    drafter = RetrievalDrafter(5, pages=20, below=Counted(spec, bound, params, 2))
+    drafter = RetrievalDrafter(6, pages=20, below=Counted(spec, bound, params, 2))
     one = engine(drafter, pages=64)
     one._scheduler._drafts._adapts = False
     one.generate_all([EngineRequest(prompt=(5, 9, 2), max_tokens=43)])
