@@ -156,7 +156,7 @@ def test_scores_that_are_none_end_their_request_whatever_it_says():
     probabilities = Probabilities()
     for number in (3, 4):
         probabilities.add(number, EngineRequest(prompt=(1, 2), score_from=1))
-    pieces = [Piece(3, 0, 0, (1, 2), True), Piece(4, 1, 0, (1, 2), True)]
+    pieces = (Piece(3, 0, 0, (1, 2), True), Piece(4, 1, 0, (1, 2), True))
     plan = StepPlan(kind="mixed", pieces=pieces, fresh=(), table=np.zeros((2, 1)), version=0)
     assert [one.at for one in probabilities.sends(plan)] == [0, 2]
     top = np.zeros((2, 20))
