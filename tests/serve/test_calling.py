@@ -139,6 +139,23 @@ def test_what_the_models_form_says_is_found(template, said, text, calls):
         assert none["choices"][0]["message"]["content"] == said
 
 
+@pytest.mark.catches("calls-behind-the-only-one")
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        (HERMES, f"<tool_call>{CALL}</tool_call> or <tool_call>{CALL}</tool_call> then"),
+        ("[TOOL_CALLS]{{ tools }}", f"[TOOL_CALLS][{CALL}, {CALL}]"),
+    ],
+)
+def test_one_call_where_there_may_not_be_several(template, said):
+    with site(engine(said, template)) as here:
+        asked = CHAT | {"parallel_tool_calls": False}
+        (found,) = here.ask("/v1/chat/completions", asked).json()["choices"]
+        assert called(found) == [OSLO] and found["message"]["content"] is None
+        streamed = events(here.ask("/v1/chat/completions", asked | {"stream": True}).text)
+        assert of_stream(streamed) == ("", [OSLO], "tool_calls")
+
+
 @pytest.mark.parametrize("markup", [TAGGED, MISTRAL, LLAMA])
 def test_however_text_is_cut(markup):
     """Pieces of any length come to the same text and calls."""
@@ -306,6 +323,11 @@ REFUSED = [
         {"tools": None, "tool_choice": "auto"},
         "tool_choice",
         "tool_choice: needs 'tools'; give them too",
+    ),
+    (
+        {"tools": None, "parallel_tool_calls": True},
+        "parallel_tool_calls",
+        "parallel_tool_calls: needs 'tools'; give them too",
     ),
     (
         {"tool_choice": "any"},

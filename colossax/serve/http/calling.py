@@ -106,7 +106,9 @@ def finder_of(tools: Tools, template: str) -> CallFinder | None:
     markup = markup_of(template)
     if tools.enforced is not None:
         return EnforcedCall(markup)
-    return FreeCalls(markup, tools.names) if tools.given and markup.begin else None
+    if not tools.given or not markup.begin:
+        return None
+    return FreeCalls(markup, tools.names, several=tools.several)
 
 
 _BLANKS = re.compile(r"\s+")
@@ -168,10 +170,14 @@ class EnforcedCall:
 
 @dataclasses.dataclass
 class FreeCalls:
-    """Of a text in which a model may call: what is no call of a known function stays text."""
+    """Of a text in which a model may call: what is no call of a known function stays text.
+
+    Where there may not be `several`, what comes behind the first call is not told.
+    """
 
     markup: Markup
     names: Sequence[str]
+    several: bool = True
     count: int = 0
     kept: str = ""
     said: bool = False
@@ -185,17 +191,19 @@ class FreeCalls:
 
     def push(self, text: str) -> tuple[str, tuple[CallPart, ...]]:
         """See `CallFinder`."""
-        if self._goes_on(text):
+        if self._over or self._goes_on(text):
             return "", ()
         self.kept, self.within = "".join((self.kept, *(self.within or ()), text)), None
         told, parts = "", []
-        while (found := self._next()) is not None:
+        while not self._over and (found := self._next()) is not None:
             before, block, calls = found
             if calls is None:
                 told += before + block
             else:
                 told += before.rstrip()
                 parts += self._told(calls)
+        if self._over:
+            self.kept = ""
         certain = len(self.kept) - self._unsure()
         told, self.kept = told + self.kept[:certain], self.kept[certain:]
         self.said = self.said or bool(told.strip())
@@ -211,6 +219,10 @@ class FreeCalls:
             if calls is not None:
                 return rest[:at].rstrip(), tuple(self._told(calls))
         return rest if rest.strip() or not self.count else "", ()
+
+    @property
+    def _over(self) -> bool:
+        return self.count > 0 and not self.several
 
     def _goes_on(self, text: str) -> bool:
         """Whether this only makes a call longer; it is put aside then, and not looked at again."""
@@ -255,7 +267,7 @@ class FreeCalls:
         return len(self.kept) - at + (blanks if blanks <= MOST_BLANKS else 0)
 
     def _told(self, calls: Sequence[tuple[str, str]]) -> Iterator[CallPart]:
-        for name, arguments in calls:
+        for name, arguments in calls if self.several else calls[:1]:
             yield CallPart(self.count, self.markup.id(), name, "")
             yield CallPart(self.count, None, None, arguments)
             self.count += 1

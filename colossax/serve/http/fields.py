@@ -194,12 +194,14 @@ COMPLETION: dict[str, Reader] = {
     "messages": refused("is for /v1/chat/completions; give 'prompt'"),
     "tools": refused(_ONLY_CHATS),
     "tool_choice": refused(_ONLY_CHATS),
+    "parallel_tool_calls": refused(_ONLY_CHATS),
 }
 CHAT: dict[str, Reader] = {
     **_SHARED,
     "messages": messages,
     "tools": tools,
     "tool_choice": choice,
+    "parallel_tool_calls": flag,
     "logprobs": flag,
     "top_logprobs": _TOP,
     "echo": refused("is for /v1/completions; leave it out"),

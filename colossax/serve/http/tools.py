@@ -37,11 +37,13 @@ class Tools:
         given: As the client sent them, for the template; none where none may be called.
         names: Of all of them.
         enforced: The schema, as text, of the call that has to come; None: the model says.
+        several: Whether a model that says may make more than one.
     """
 
     given: tuple[dict[str, Any], ...] = ()
     names: tuple[str, ...] = ()
     enforced: str | None = None
+    several: bool = True
 
 
 NO_TOOLS = Tools()
@@ -92,8 +94,9 @@ def chosen(found: Mapping[str, Any]) -> Tools:
     """
     given, asked = found.get("tools"), found.get("tool_choice", "auto")
     if given is None:
-        if "tool_choice" in found:
-            raise bad("tool_choice: needs 'tools'; give them too", "tool_choice")
+        for field in ("tool_choice", "parallel_tool_calls"):
+            if field in found:
+                raise bad(f"{field}: needs 'tools'; give them too", field)
         return NO_TOOLS
     if asked == "none":
         return NO_TOOLS
@@ -113,7 +116,7 @@ def chosen(found: Mapping[str, Any]) -> Tools:
                 " or leave it out",
                 where,
             )
-        return Tools(given=given, names=names)
+        return Tools(given=given, names=names, several=found.get("parallel_tool_calls", True))
     if isinstance(asked, dict) and asked["name"] not in names:
         raise bad(
             f"tool_choice.function.name: found '{asked['name']}'; give one of {', '.join(names)}",
