@@ -43,6 +43,7 @@ EVERYTHING = {"width": 16, "words": True, "soft_cap": 30.0, "mass": True}
 SHIPPED = {
     **{f"heads of {h}": (h, {}) for h in (64, 128, 256)},
     **{f"heads of {h}, everything": (h, EVERYTHING) for h in (64, 128, 256)},
+    **{f"heads of {h}, heavy hitters": (h, {"mass": True}) for h in (64, 128, 256)},
     "one query head": (128, {"ratio": 1}),
     "float16, pages of 128": (128, {"dtype": jnp.float16, "page": 128}),
 }
