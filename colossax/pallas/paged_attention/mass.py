@@ -1,6 +1,7 @@
 """What tokens gave of their attention to each slot of what they saw."""
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -8,6 +9,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from .seen import Seen
+
+LOG2_E = math.log2(math.e)
 
 
 @jax.tree_util.register_dataclass
@@ -19,9 +22,9 @@ class Mass:
     written and read again. A group may lie here in several of fewer tokens, one behind the other.
 
     Attributes:
-        logits: `[s, k, w r, slots]` float32, rows of a token side by side; whatever was in memory
-            where nothing is seen. Slots may be a few more than the pages have.
-        lse: `[s, k, w r]` float32, sink included; -inf where nothing is seen.
+        logits: `[s, k, w r, slots]` float32 in units of log 2, rows of a token side by side;
+            whatever was in memory where nothing is seen. Slots may be a few more than pages have.
+        lse: `[s, k, w r]` float32, natural, sink included; -inf where nothing is seen.
         seen: By the tokens of these groups.
         tokens: Of a group as it was asked for.
     """
@@ -45,8 +48,8 @@ class Mass:
         by_head = groups, kv_heads, width, -1
         slots = start + jnp.arange(count, dtype=jnp.int32)
         logits = jax.lax.dynamic_slice_in_dim(self.logits, start, count, axis=3)
-        lse = jnp.where(jnp.isneginf(self.lse), 0.0, self.lse)
-        shares = jnp.exp(logits - lse[..., None]).reshape(*by_head, count)
+        lse = jnp.where(jnp.isneginf(self.lse), 0.0, self.lse) * LOG2_E
+        shares = jnp.exp2(logits - lse[..., None]).reshape(*by_head, count)
         there = self.seen.of(slots)[:, None, :, None]
         summed = jnp.sum(jnp.where(there, shares, 0.0), axis=3)
         several = -(-self.tokens // width)

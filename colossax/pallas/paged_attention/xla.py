@@ -7,7 +7,7 @@ from jaxtyping import Array, Float, Int
 
 from colossax.pallas.target import Target
 
-from .mass import Mass
+from .mass import LOG2_E, Mass
 from .seen import Seen
 from .spec import PagedSpec
 
@@ -77,7 +77,6 @@ def attend(
     if not mass:
         return out, lse, None
     of_rows = groups, q.shape[2], q.shape[1] * q.shape[3]
-    given = Mass(
-        logits=logits.reshape(*of_rows, -1), lse=lse.reshape(of_rows), seen=seen, tokens=q.shape[1]
-    )
+    by_row = (logits * LOG2_E).reshape(*of_rows, -1)
+    given = Mass(logits=by_row, lse=lse.reshape(of_rows), seen=seen, tokens=q.shape[1])
     return out, lse, given

@@ -93,7 +93,7 @@ def test_plain_forms_are_those_of_numpy(name, form):
 
 
 @everywhere
-@pytest.mark.catches("paged-logits-in-other-units")
+@pytest.mark.catches("paged-logits-of-some-tiles")
 @pytest.mark.parametrize(
     "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.sweep) for n in SHAPES]
 )
