@@ -43,12 +43,12 @@ def trials(
     if variant.words:
         yield larger
     elif variant.mass:
-        counted = functools.partial(_counted, variant)
+        given = functools.partial(_counted, variant)
         yield dataclasses.replace(
             larger,
-            kernel=functools.partial(counted, kernel),
-            truth=functools.partial(counted, "xla"),
-            peers={"xla": functools.partial(counted, None)},
+            kernel=functools.partial(given, kernel),
+            truth=functools.partial(given, "xla"),
+            peers={"xla": functools.partial(given, None)},
         )
     else:
         yield dataclasses.replace(larger, peers={"xla": functools.partial(_parted, variant)})
@@ -141,9 +141,23 @@ def _parted(
 def _counted(
     variant: PagedVariant, name: str | None, q: Any, k: Any, v: Any, rows: Any, lo: Any, hi: Any
 ) -> dict[str, Any]:
-    """Sequences of one token each, and masses that were 0; None: as without the kernel."""
+    out, mass = counted(name, q, k, v, rows, hi, SOFT_CAP if variant.soft_cap else None)
+    return {"out": out, "mass": mass}
+
+
+def counted(
+    name: str | None, q: Any, k: Any, v: Any, rows: Any, hi: Any, soft_cap: float | None = None
+) -> tuple[Any, Any]:
+    """`attend_counted` of sequences of one token each, and masses that were 0.
+
+    Args:
+        name: Of an implementation; None: as where the kernel is not taken.
+        q, k, v, rows: As of `paged`.
+        hi: `[g, 1]`, one behind the last slot of each.
+        soft_cap: Bound of the logits.
+    """
     groups = jnp.arange(q.shape[0], dtype=jnp.int32)
-    out, mass = attend_counted(
+    return attend_counted(
         q[:, 0],
         {"k": k, "v": v},
         jnp.zeros(k.shape[:-1], jnp.float32),
@@ -151,12 +165,11 @@ def _counted(
         Pages(table=rows, groups=groups[:, None]),
         seat=groups,
         position=hi[:, 0] - 1,
-        scores=_scores(q, SOFT_CAP if variant.soft_cap else None),
+        scores=_scores(q, soft_cap),
         read=lambda held: (held["k"], held["v"]),
         plain=name is not None,
         implementation=name or "auto",
     )
-    return {"out": out, "mass": mass}
 
 
 def parted(q: Any, k: Any, v: Any, rows: Any, hi: Any, soft_cap: float | None = None) -> Any:
