@@ -26,6 +26,7 @@ KINDS = (
     "attention backward",
     "ring step",
     "paged decode",
+    "paged heavy",
     "int4 matmul",
     "2:4 matmul",
     "1:4 matmul",

@@ -40,7 +40,7 @@ NAMES = {
     "colossax.pallas.grouped_matmul": "GroupedSpec declined_by grouped_matmul variants",
     "colossax.pallas.int4_matmul": "GROUP Int4Spec choose declined_by int4_matmul variants",
     "colossax.pallas.paged_attention": (
-        "Attended PagedSpec Seen choose declined_by paged_attention spec_of variants"
+        "Attended Mass PagedSpec Seen choose declined_by paged_attention spec_of variants"
     ),
     "colossax.pallas.sparse_matmul": (
         "FOUR SparseSpec choose declined_by expanded sparse_matmul variants"

@@ -17,6 +17,7 @@ from colossax.inference.engine.sizing import cache_bytes
 from colossax.inference.plan import unrolled
 from colossax.models import LlamaConfig, MixtralConfig, maker
 from colossax.nn import Decoder, describe
+from colossax.pallas.attention import counted
 from colossax.pallas.target import target
 from colossax.sharding import param_sharding
 from tests.inference import test_caches as caches
@@ -149,6 +150,22 @@ def test_heavy_hitters_move_tokens_and_no_cache(kind, stacked):
         program, params = _program(FAMILIES["mixture"], Plan(), sizes, stacked=stacked)
         compiled = compile_program(program.lowered(kind, params))
     assert {x.dtype.itemsize for x in jax.tree.leaves(program.cache.abstract)} == {2, 4}
+    assert compiled.stats.temp_size_in_bytes < cache_bytes(program) / 4
+    assert not [one for one in _made(compiled.hlo) if "4097,16" in one]
+
+
+@pytest.mark.parametrize(("kind", "seats"), [("mixed", 3), ("decode", 8)])
+def test_the_kernel_counts_heavy_hitters_where_the_cache_is(kind, seats, monkeypatch):
+    """Heads that it knows, all seats at once or some: two calls a layer, and nothing is copied."""
+    sizes = Sizes(seats=8, pages=4097, page_tokens=16, slots=64, mixed=64, decode=8, keeps="heavy")
+    config = dataclasses.replace(FAMILIES["mixture"], embed=512)
+    of_one = 4 * (16 if kind == "mixed" else 1) * config.heads * sizes.slots
+    monkeypatch.setattr(counted, "LOGITS_BYTES", seats * of_one)
+    with target("gpu", compute_capability=(9, 0)):
+        program, params = _program(config, Plan(), sizes)
+        compiled = compile_program(program.lowered(kind, params))
+    calls = re.findall(r"custom-call\(.*paged_attention_kernel", compiled.hlo)
+    assert len(calls) == 2 * config.layers
     assert compiled.stats.temp_size_in_bytes < cache_bytes(program) / 4
     assert not [one for one in _made(compiled.hlo) if "4097,16" in one]
 

@@ -143,10 +143,11 @@ def attend_cache(
         out = attend_seats(grouped, cache, layer, **where)
         return out.reshape(t, n, -1).astype(q.dtype), cache
     sinking = None if sink_q is None else sink_q.reshape(grouped.shape)
-    out = attend_by_kernel(grouped, cache, layer, pages, **where, plain=read is keys_and_values)
+    plainly = read is keys_and_values
+    out = attend_by_kernel(grouped, cache, layer, pages, **where, plain=plainly)
     if out is None:
         out = attend_pages(grouped, cache, layer, pages, **where, slot=slot, sink_q=sinking)
     if pages.heavy is not None:
-        where |= {"seat": every}
+        where |= {"seat": every, "plain": plainly}
         out, cache = attend_heavy(grouped, kept, cache | beside, layer, pages, out, **where)
     return out.reshape(t, n, -1).astype(q.dtype), cache

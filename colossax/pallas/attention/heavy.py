@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from .codes import read_kept
+from .counted import attend_counted
 from .kept import HEAVY, MASS, PLACE
-from .pages import KEYS_AT_ONCE, Pages, Scores, attend_pages
+from .pages import KEYS_AT_ONCE, Pages, Scores
 
 if TYPE_CHECKING:
     from .cache import ReadSlots
@@ -123,6 +123,8 @@ def attend_heavy(
     position: Int[Array, " t"],
     scores: Scores,
     read: "ReadSlots",
+    plain: bool,
+    implementation: str = "auto",
 ) -> tuple[Float[Array, "t k r hv"], dict[str, Array]]:
     """What all tokens see, those of seats that keep heavy hitters too, and the cache with them.
 
@@ -141,15 +143,20 @@ def attend_heavy(
         position: Of each token.
         scores: How keys are seen.
         read: Keys and values from what slots hold.
+        plain, implementation: As of `attend_counted`.
 
-    Cost: that of `attend_pages` for each page of the seat that has most tokens in the call, with a
-    group for each seat; and once more its keys and half of its FLOPs, for the masses. Those are 8
-    bytes for each slot and kv head of a layer.
+    Raises:
+        NotImplementedError: The implementation named does not take this call, says why.
+
+    Cost: that of `attend_counted` for each page of the seat that has most tokens in the call, with
+    a group for each seat. Masses and places are 8 bytes for each slot and kv head of a layer.
     """
     heavy = pages.heavy
     assert heavy is not None
     width = 1 if pages.groups.shape[1] == 1 else heavy.page_tokens
     slot, k = heavy.slot(seat, position), q.shape[1]
+    where: dict[str, Any] = {"seat": seat, "position": slot, "scores": scores, "read": read}
+    where |= {"plain": plain, "implementation": implementation}
     new = new | {
         MASS: jnp.zeros((len(seat), k), jnp.float32),
         PLACE: jnp.broadcast_to(position[:, None], (len(seat), k)),
@@ -164,9 +171,7 @@ def attend_heavy(
         cache = _written(cache, layer, pages, new, members, slot)
         rest = {name: x for name, x in cache.items() if name not in HEAVY}
         groups = Pages(table=pages.table, groups=members)
-        where = {"seat": seat, "position": slot, "scores": scores, "read": read}
-        seen, lse = attend_pages(q, rest, layer, groups, **where, with_lse=True)
-        mass = _mass(q, rest, cache[MASS], layer, groups, lse, slot, scores, read)
+        seen, mass = attend_counted(q, rest, cache[MASS], layer, groups, **where)
         return out + seen, {**cache, MASS: mass}
 
     return jax.lax.fori_loop(0, heavy.rounds, page, (others.astype(jnp.float32), cache))
@@ -260,51 +265,3 @@ def _least(
     found = (jnp.full(none.shape, jnp.inf, jnp.float32), none, none)
     parts = jnp.max(jnp.where(full, -(-heavy.pages // at_once), 0))
     return jax.lax.fori_loop(0, parts, part, found)[2]
-
-
-def _mass(
-    q: Array,
-    cache: dict[str, Array],
-    mass: Array,
-    layer: Any,
-    pages: Pages,
-    lse: Float[Array, "seats k r w"],
-    slot: Int[Array, " t"],
-    scores: Scores,
-    read: "ReadSlots",
-) -> Array:
-    """Masses with what the tokens of groups, one of each seat, gave to each slot."""
-    rows, each, k = mass.shape[1:]
-    seats, most = pages.table.shape
-    at_once = min(most, -(-KEYS_AT_ONCE // each))
-    there = pages.groups >= 0
-    place = jnp.where(there, slot[pages.groups], -1)
-    last = jnp.max(place, axis=1)
-    asked = q[jnp.clip(pages.groups, 0)]
-    f32 = {"preferred_element_type": jnp.float32}
-
-    def shares(held: dict, asked: Array, place: Array, lse: Array, slots: Array) -> Array:
-        """`[w, c, k]` of one seat."""
-        keys, _, scales, _ = read_kept(read, held, q.dtype)
-        products = jnp.einsum("wkrh,ckh->krwc", asked.astype(keys.dtype), keys, **f32)
-        products = products if scales is None else products * scales.T[:, None, None]
-        logits, seen = scores(products, place, slots)
-        found = jnp.where(seen, jnp.exp(logits - lse[..., None]), 0.0)
-        return jnp.moveaxis(jnp.sum(found, axis=1), 0, 2)
-
-    def part(i: Array, mass: Array) -> Array:
-        columns = i * at_once + jnp.arange(at_once, dtype=jnp.int32)
-        chosen = pages.table[:, jnp.clip(columns, 0, most - 1)]
-        held = {name: x[layer, chosen] for name, x in cache.items()}
-        held = {name: x.reshape(seats, -1, *x.shape[3:]) for name, x in held.items()}
-        slots = (columns[:, None] * each + jnp.arange(each, dtype=jnp.int32)).reshape(-1)
-        more = jax.vmap(shares, in_axes=(0, 0, 0, 0, None))(held, asked, place, lse, slots)
-        old = mass[layer, chosen].reshape(seats, -1, k)
-        # One after another, as decoding adds them.
-        total, _ = jax.lax.scan(lambda x, y: (x + y, None), old, jnp.moveaxis(more, 1, 0))
-        total = total.reshape(*chosen.shape, each, k)
-        own = jnp.where(columns * each <= last[:, None], chosen, rows)
-        return mass.at[layer, own].set(total, mode="drop")
-
-    parts = jnp.max(-(-(last + 1) // (at_once * each)))
-    return jax.lax.fori_loop(0, parts, part, mass)

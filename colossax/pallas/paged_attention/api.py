@@ -11,6 +11,7 @@ from colossax.pallas.target import current_target
 from colossax.pallas.varying import varies
 
 from . import interpret, xla
+from .mass import Mass
 from .mosaic_gpu import attend as mosaic
 from .seen import WORDS, Seen
 from .spec import PagedSpec
@@ -36,13 +37,12 @@ class Attended(NamedTuple):
         out: `[g, w, k, r, hv]`; 0 where nothing is seen.
         lse: `[g, w, k, r]`: natural logarithm of the softmax's denominator, sink included; -inf
             where nothing is seen and there is no sink.
-        mass: `[g, k, slots]`, or None: the sum over a group's tokens and a kv head's query heads of
-            the probability of each slot of the sequence.
+        mass: What each token gave to each slot of its sequence, see `Mass.of`; or None.
     """
 
     out: Any
     lse: Any
-    mass: Any
+    mass: Mass | None
 
 
 def paged_attention(
@@ -78,7 +78,7 @@ def paged_attention(
         scale: Of the products.
         soft_cap: Bound of the logits.
         sinks: One more logit of each query head, in the denominator only.
-        mass: Whether to give the share of each slot too.
+        mass: Whether what was given to each slot is asked for too.
         implementation: `auto` takes the first that accepts, `mosaic` only once proved on the device
             that is there; or `mosaic`, `xla`, `interpret`.
 
@@ -87,14 +87,15 @@ def paged_attention(
         NotImplementedError: The implementation named does not take this call, says why.
 
     Cost: `mosaic` reads `2 k h` items of each slot seen by a group once, and moves
-    `8 r w k hv` bytes for each part of a sequence; `xla` gathers all pages that `rows` has.
+    `8 r w k hv` bytes for each part of a sequence; `xla` gathers all pages that `rows` has. With
+    `mass`, `4 r w k` bytes are held for each slot of `rows`, and written for those seen.
     """
     _check(q, keys, values, rows, seen, sinks)
     spec = spec_of(q, keys, values, rows=rows, soft_cap=soft_cap, seen=seen, mass=mass)
     chosen = choose(spec, current_target(), implementation)
     pages = keys.shape[1]
     flat_keys, flat_values = (x.reshape(-1, *x.shape[2:]) for x in (keys, values))
-    out, lse, shares = IMPLEMENTATIONS[chosen].attend(
+    out, lse, given = IMPLEMENTATIONS[chosen].attend(
         q,
         flat_keys,
         flat_values,
@@ -105,7 +106,7 @@ def paged_attention(
         sinks=None if sinks is None else sinks.astype(jnp.float32),
         mass=mass,
     )
-    return Attended(jnp.moveaxis(out, 1, 2), jnp.moveaxis(lse, 1, 2), shares)
+    return Attended(jnp.moveaxis(out, 1, 2), jnp.moveaxis(lse, 1, 2), given)
 
 
 def spec_of(

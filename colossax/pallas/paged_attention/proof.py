@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from colossax.pallas.attention.pages import Pages, attend_pages, scores_of
+from colossax.pallas.attention.counted import attend_counted
+from colossax.pallas.attention.pages import Pages, Scores, attend_pages, scores_of
 from colossax.pallas.bench import tolerance
 from colossax.pallas.proof.trial import Trial
 
@@ -39,9 +40,18 @@ def trials(
     small = (sizes.small, sizes.small_width, sizes.small_heads, 300)
     yield _trial(variant, kernel, "uneven sequences", *small)
     larger = _trial(variant, kernel, "many sequences", sizes.large, 1, sizes.large_heads, None)
-    if not (variant.words or variant.mass):
-        larger = dataclasses.replace(larger, peers={"xla": functools.partial(_parted, variant)})
-    yield larger
+    if variant.words:
+        yield larger
+    elif variant.mass:
+        given = functools.partial(_counted, variant)
+        yield dataclasses.replace(
+            larger,
+            kernel=functools.partial(given, kernel),
+            truth=functools.partial(given, "xla"),
+            peers={"xla": functools.partial(given, None)},
+        )
+    else:
+        yield dataclasses.replace(larger, peers={"xla": functools.partial(_parted, variant)})
 
 
 def paged(
@@ -116,7 +126,9 @@ def _call(
     )
     there = ~jnp.isneginf(found.lse)
     lse = {"lse": jnp.where(there, found.lse, 0.0), "seen": there.astype(jnp.float32)}
-    return {"out": found.out, **lse, **({"mass": found.mass} if variant.mass else {})}
+    slots = rows.shape[1] * k.shape[2]
+    given = {} if found.mass is None else {"mass": found.mass.of(0, slots)}
+    return {"out": found.out, **lse, **given}
 
 
 def _parted(
@@ -126,18 +138,43 @@ def _parted(
     return {"out": parted(q, k, v, rows, hi, SOFT_CAP if variant.soft_cap else None)}
 
 
+def _counted(
+    variant: PagedVariant, name: str | None, q: Any, k: Any, v: Any, rows: Any, lo: Any, hi: Any
+) -> dict[str, Any]:
+    out, mass = counted(name, q, k, v, rows, hi, SOFT_CAP if variant.soft_cap else None)
+    return {"out": out, "mass": mass}
+
+
+def counted(
+    name: str | None, q: Any, k: Any, v: Any, rows: Any, hi: Any, soft_cap: float | None = None
+) -> tuple[Any, Any]:
+    """`attend_counted` of sequences of one token each, and masses that were 0.
+
+    Args:
+        name: Of an implementation; None: as where the kernel is not taken.
+        q, k, v, rows: As of `paged`.
+        hi: `[g, 1]`, one behind the last slot of each.
+        soft_cap: Bound of the logits.
+    """
+    groups = jnp.arange(q.shape[0], dtype=jnp.int32)
+    return attend_counted(
+        q[:, 0],
+        {"k": k, "v": v},
+        jnp.zeros(k.shape[:-1], jnp.float32),
+        0,
+        Pages(table=rows, groups=groups[:, None]),
+        seat=groups,
+        position=hi[:, 0] - 1,
+        scores=_scores(q, soft_cap),
+        read=lambda held: (held["k"], held["v"]),
+        plain=name is not None,
+        implementation=name or "auto",
+    )
+
+
 def parted(q: Any, k: Any, v: Any, rows: Any, hi: Any, soft_cap: float | None = None) -> Any:
     """`attend_pages` of sequences of one token each, `[g, k, r, hv]`."""
     groups = jnp.arange(q.shape[0], dtype=jnp.int32)
-    scores = scores_of(
-        scale=q.shape[-1] ** -0.5,
-        window=None,
-        chunk=None,
-        soft_cap=soft_cap,
-        slopes=None,
-        sinks=None,
-        biases=(),
-    )
     return attend_pages(
         q[:, 0],
         {"k": k, "v": v},
@@ -145,6 +182,18 @@ def parted(q: Any, k: Any, v: Any, rows: Any, hi: Any, soft_cap: float | None = 
         Pages(table=rows, groups=groups[:, None]),
         seat=groups,
         position=hi[:, 0] - 1,
-        scores=scores,
+        scores=_scores(q, soft_cap),
         read=lambda held: (held["k"], held["v"]),
+    )
+
+
+def _scores(q: Any, soft_cap: float | None) -> Scores:
+    return scores_of(
+        scale=q.shape[-1] ** -0.5,
+        window=None,
+        chunk=None,
+        soft_cap=soft_cap,
+        slopes=None,
+        sinks=None,
+        biases=(),
     )

@@ -30,7 +30,7 @@ class PagedSpec:
         dtype: Of keys and values.
         soft_cap: Whether there is one.
         words: Whether tokens see some slots by ancestor words.
-        mass: Whether the share of each slot is asked for.
+        mass: Whether what was given to each slot is asked for.
         more: What else the scores depend on, which no kernel knows: for people.
         checked: Whether it stands in a `shard_map` that checks along which axes operands differ.
     """
@@ -86,11 +86,11 @@ class PagedVariant(Variant):
 
 def variants() -> Iterator[PagedVariant]:
     """All that `auto` asks for, the usual ones first."""
-    for dtype, h in itertools.product(("bfloat16", "float16"), HEAD_SIZES):
-        for soft_cap in (False, True):
-            yield PagedVariant(head_dim=h, dtype=dtype, soft_cap=soft_cap)
+    every = itertools.product((False, True), ("bfloat16", "float16"), HEAD_SIZES, (False, True))
+    for mass, dtype, h, soft_cap in every:
+        yield PagedVariant(head_dim=h, dtype=dtype, soft_cap=soft_cap, mass=mass)
 
 
 def _asked(one: PagedSpec | PagedVariant) -> Iterator[str]:
-    names = {"soft cap": one.soft_cap, "ancestor words": one.words, "shares of slots": one.mass}
+    names = {"soft cap": one.soft_cap, "ancestor words": one.words, "mass of slots": one.mass}
     return (name for name, yes in names.items() if yes)

@@ -7,6 +7,7 @@ from jaxtyping import Array, Float, Int
 
 from colossax.pallas.target import Target
 
+from .mass import LOG2_E, Mass
 from .seen import Seen
 from .spec import PagedSpec
 
@@ -28,7 +29,7 @@ def attend(
     sinks: Float[Array, "k r"] | None,
     mass: bool,
 ) -> tuple[Float[Array, "g k w r hv"], Float[Array, "g k w r"], Any]:
-    """Output, log-partition and, where it is asked for, `[g, k, slots]` shares; float32.
+    """Output, log-partition and, where it is asked for, what was given to slots; float32.
 
     Args:
         q: Queries of groups.
@@ -39,7 +40,7 @@ def attend(
         scale: Of the products.
         soft_cap: Bound of the logits.
         sinks: One more logit of each query head.
-        mass: Whether shares are asked for.
+        mass: Whether that is asked for.
 
     Cost: 2 g n c w k r (h + hv) FLOPs; keys, values and logits of all pages of a group at once.
     """
@@ -73,4 +74,9 @@ def attend(
         preferred_element_type=jnp.float32,
     )
     lse = jnp.where(total == 0, -jnp.inf, safe + jnp.log(total))
-    return out, lse, jnp.sum(shares, axis=(2, 3)) if mass else None
+    if not mass:
+        return out, lse, None
+    of_rows = groups, q.shape[2], q.shape[1] * q.shape[3]
+    by_row = (logits * LOG2_E).reshape(*of_rows, -1)
+    given = Mass(logits=by_row, lse=lse.reshape(of_rows), seen=seen, tokens=q.shape[1])
+    return out, lse, given

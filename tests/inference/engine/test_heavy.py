@@ -12,6 +12,7 @@ from colossax.errors import InputError, PlanError
 from colossax.inference import make_engine, several
 from colossax.inference.engine import Engine
 from colossax.inference.engine.drafting import NgramDrafter
+from colossax.pallas.attention import counted
 from colossax.scheduling import EngineRequest, Keep, SamplingConfig
 from tests.inference.engine.test_engine import SMALL, engine, flat, requests, tokens
 from tests.inference.engine.test_keeping import company_changes_nothing, keeping
@@ -114,6 +115,17 @@ def test_devices_of_tensor_keep_their_own_heads():
     spec, params = build(LLAMA, bound)
     asked, said = expected()
     assert tokens(Engine(spec, bound, params, **SMALL, keeps="heavy").generate_all(asked)) == said
+
+
+@pytest.mark.sweep
+def test_one_pass_over_keys_changes_no_token(monkeypatch):
+    """As a kernel would make it, in chunks of any length, with two devices' heads apart."""
+    asked, said = expected()
+    monkeypatch.setattr(counted, "chosen_for", lambda *given, **how: "xla")
+    bound = Plan(mesh={"tensor": 2}).bind(jax.devices()[:2])
+    spec, params = build(LLAMA, bound)
+    one = Engine(spec, bound, params, **{**SMALL, "mixed_tokens": 7}, keeps="heavy")
+    assert tokens(one.generate_all(asked)) == said
 
 
 @pytest.mark.sweep

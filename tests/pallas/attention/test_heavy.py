@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from colossax.pallas.attention import Heavy, Pages, attend_cache, pages
-from tests.pallas.attention.test_pages import EACH, HEADS, HV, KV_HEADS, SEATS, H, rows_of
+from colossax.pallas.attention import Heavy, Pages, attend_cache, counted, heavy, pages
+from tests.pallas.attention.test_pages import EACH, HEADS, HV, KV_HEADS, SEATS, H
 
 KEPT = [(2, 1), (0, 0), (1, 2)]
 """Pages of heavy hitters and of a window of each seat; without any all is kept."""
@@ -48,7 +48,7 @@ def truth(q, k, v, heavy, window, each=EACH, scale=None):
     return np.stack(out), kept
 
 
-def calls(rng):
+def calls(rng, each=EACH):
     """Tokens of a step, those of a seat side by side in any order of seats, and their groups."""
     left = [0] * SEATS
     while any(done < length for done, length in zip(left, LENGTHS, strict=True)):
@@ -57,18 +57,18 @@ def calls(rng):
             count = min(int(rng.choice([0, 1, 2, 3, 7, 10])), TOKENS - len(tokens))
             own = range(left[seat], min(LENGTHS[seat], left[seat] + count))
             at = range(len(tokens), len(tokens) + len(own))
-            groups += [list(at[i : i + EACH]) for i in range(0, len(at), EACH)]
+            groups += [list(at[i : i + each]) for i in range(0, len(at), each)]
             tokens += [(seat, p) for p in own]
             left[seat] += len(own)
-        groups = [group + [-1] * (EACH - len(group)) for group in groups]
-        groups += [[-1] * EACH] * (SEATS + TOKENS // EACH - len(groups))
+        groups = [group + [-1] * (each - len(group)) for group in groups]
+        groups += [[-1] * each] * (SEATS + TOKENS // each - len(groups))
         yield tokens + [(-1, 0)] * (TOKENS - len(tokens)), groups
 
 
-def drawn(length):
+def drawn(length, h=H, hv=HV):
     """Queries that look at a few keys most, at any place and others for each head."""
     draw = jax.random.split(jax.random.key(3), 4)
-    shapes = (HEADS, H), (KV_HEADS, H), (KV_HEADS, HV)
+    shapes = (HEADS, h), (KV_HEADS, h), (KV_HEADS, hv)
     q, k, v = (
         np.asarray(jax.random.normal(key, (SEATS, length, *shape)))
         for key, shape in zip(draw[:3], shapes, strict=True)
@@ -80,28 +80,28 @@ def drawn(length):
     return q, k, v
 
 
-def served(cuts, q, k, v, single=False):
+def served(cuts, q, k, v, each=EACH, dtype=jnp.float32):
     """Outputs of all tokens, positions that each seat's slots hold at the end, and masses."""
     rng = np.random.default_rng(1)
-    held = [(a + b) or -(-n // EACH) for (a, b), n in zip(KEPT, LENGTHS, strict=True)]
+    held = [(a + b) or -(-n // each) for (a, b), n in zip(KEPT, LENGTHS, strict=True)]
     table = rng.integers(0, sum(held), (SEATS, MOST)).astype(np.int32)
     order = rng.permutation(sum(held))
     for seat, count in enumerate(held):
         table[seat, :count] = order[sum(held[:seat]) :][:count]
     heavy, window = (jnp.asarray(x, jnp.int32) for x in zip(*KEPT, strict=True))
-    state = rows_of(sum(held), EACH)
-    state["v"] = jnp.full(state["v"].shape, jnp.nan)
-    beside = state["k"].shape[:-1]
+    beside = 2, sum(held), each, KV_HEADS
+    filled = {"k": (k, 7.0), "v": (v, jnp.nan)}
+    state = {n: jnp.full((*beside, x.shape[-1]), y, dtype) for n, (x, y) in filled.items()}
     state |= {"k_mass": jnp.full(beside, jnp.nan), "k_place": jnp.full(beside, 3, jnp.int32)}
     step = jax.jit(functools.partial(attend_cache, layer=1), donate_argnums=2)
-    out = np.zeros((SEATS, max(LENGTHS), HEADS, HV))
+    out = np.zeros((SEATS, max(LENGTHS), HEADS, v.shape[-1]))
     for tokens, groups in cuts:
         seat, position = (jnp.asarray(x, jnp.int32) for x in zip(*tokens, strict=True))
         at = (np.maximum(seat, 0), position)
         groups = jnp.asarray(groups, jnp.int32)
         found, state = step(
-            jnp.asarray(q[at]),
-            {"k": jnp.asarray(k[at]), "v": jnp.asarray(v[at])},
+            jnp.asarray(q[at], dtype),
+            {"k": jnp.asarray(k[at], dtype), "v": jnp.asarray(v[at], dtype)},
             state,
             seat=seat,
             position=position,
@@ -109,7 +109,7 @@ def served(cuts, q, k, v, single=False):
             pages=Pages(
                 table=jnp.asarray(table),
                 groups=groups,
-                heavy=Heavy.of(heavy, window, seat, position, EACH),
+                heavy=Heavy.of(heavy, window, seat, position, each),
             ),
         )
         there = np.asarray(seat) >= 0
@@ -131,7 +131,8 @@ def served(cuts, q, k, v, single=False):
 def test_each_head_keeps_what_it_looked_at(at_once, monkeypatch):
     """In chunks of any length, beside a seat that keeps all."""
     monkeypatch.setattr(pages, "KEYS_AT_ONCE", at_once)
-    monkeypatch.setattr("colossax.pallas.attention.heavy.KEYS_AT_ONCE", at_once)
+    for room in (heavy, counted):
+        monkeypatch.setattr(room, "KEYS_AT_ONCE", at_once)
     q, k, v = drawn(max(LENGTHS))
     out, places, _ = served(calls(np.random.default_rng(2)), q, k, v)
     for seat, (length, kept) in enumerate(zip(LENGTHS, KEPT, strict=True)):

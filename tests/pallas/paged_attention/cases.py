@@ -30,7 +30,7 @@ def drawn(lengths, *, heads, h, width=1, layers=2, page=PAGE, seed=0, spare=3):
 
 
 def truth(q, keys, values, layer, rows, sees, *, scale, soft_cap=None, sinks=None):
-    """Output, log-partition and shares, slot by slot.
+    """Output, log-partition and what each token gave to each slot, slot by slot.
 
     Args:
         q: Queries.
@@ -48,7 +48,7 @@ def truth(q, keys, values, layer, rows, sees, *, scale, soft_cap=None, sinks=Non
     page = keys.shape[2]
     out = np.zeros((*q.shape[:4], values.shape[-1]))
     lse = np.full(q.shape[:4], -np.inf)
-    mass = np.zeros((groups, kv_heads, rows.shape[1] * page))
+    mass = np.zeros((groups, width, kv_heads, rows.shape[1] * page))
     for g, w, k, r in np.ndindex(groups, width, kv_heads, ratio):
         slots = sees(g, w)
         where = [(layer, rows[g, slot // page], slot % page, k) for slot in slots]
@@ -61,5 +61,5 @@ def truth(q, keys, values, layer, rows, sees, *, scale, soft_cap=None, sinks=Non
             lse[g, w, k, r] = np.log(total)
         for slot, at, logit in zip(slots, where, logits, strict=True):
             out[g, w, k, r] += np.exp(logit) / total * values[at]
-            mass[g, k, slot] += np.exp(logit) / total
+            mass[g, w, k, slot] += np.exp(logit) / total
     return out, lse, mass

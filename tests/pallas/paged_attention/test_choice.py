@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from colossax.pallas import Target, target
-from colossax.pallas.attention import Pages, RelativeBias, attend_cache, keys_and_values
+from colossax.pallas.attention import Heavy, Pages, RelativeBias, attend_cache, keys_and_values
 from colossax.pallas.attention import paged as door
+from colossax.pallas.attention.kept import HEAVY
 from colossax.pallas.attention.pages import attend_pages, scores_of
 from colossax.pallas.paged_attention import PagedSpec, api, choose, variants, xla
 from colossax.pallas.paged_attention.proof import Sizes, trials
@@ -119,20 +120,25 @@ def by_head(params, distance):
     return params.reshape(-1, *[1] * distance.ndim) * distance
 
 
-def traced(**changes):
+def traced(heavy=False, **changes):
     """What `attend_cache` of a token is made of, for a Hopper that is not there."""
     shape = jax.ShapeDtypeStruct((1, 8, 16, 2, 64), jnp.bfloat16)
+    cache = {"k": shape, "v": shape}
     pages = Pages(table=jnp.zeros((2, 4), jnp.int32), groups=jnp.zeros((1, 1), jnp.int32))
     one = jnp.zeros(1, jnp.int32)
+    if heavy:
+        two = jnp.ones(2, jnp.int32)
+        pages = dataclasses.replace(pages, heavy=Heavy.of(two, two, one, one, 16))
+        for name, dtype in zip(HEAVY, (jnp.float32, jnp.int32), strict=True):
+            cache[name] = jax.ShapeDtypeStruct(shape.shape[:-1], dtype)
     where = {"seat": one, "position": one, "slot": one, "pages": pages, **changes}
 
-    def step(q, k, v):
-        new = {"k": q[:, :2], "v": q[:, :2]}
-        return attend_cache(q, new, {"k": k, "v": v}, 0, **where)
+    def step(q, cache):
+        return attend_cache(q, {"k": q[:, :2], "v": q[:, :2]}, cache, 0, **where)
 
     q = jax.ShapeDtypeStruct((1, 4, 64), jnp.bfloat16)
     with target("gpu", compute_capability=(9, 0)):
-        return str(jax.jit(step).trace(q, shape, shape).jaxpr)
+        return str(jax.jit(step).trace(q, cache).jaxpr)
 
 
 def test_the_cache_of_an_engine_goes_through_the_door():
@@ -143,6 +149,24 @@ def test_the_cache_of_an_engine_goes_through_the_door():
     assert "wgmma" not in traced(read=lambda held: (held["k"], held["v"]))
 
 
+@pytest.mark.catches("counted-by-what-was-not-proved")
+def test_seats_that_keep_heavy_hitters_ask_for_a_kernel_of_their_own(monkeypatch):
+    """One that keeps logits, proved as such; others have theirs as before."""
+    asked = []
+
+    def chosen(spec, *given):
+        asked.append(spec.variant)
+        return choose(spec, *given)
+
+    monkeypatch.setattr(door, "choose", chosen)
+    assert traced(heavy=True).count("wgmma") == 2 * traced().count("wgmma")
+    with_mass = dataclasses.replace(VARIANT, mass=True)
+    assert asked == [VARIANT, with_mass, VARIANT]
+    assert with_mass in set(variants())
+    asked.clear()
+    assert "wgmma" not in traced(heavy=True, read=lambda held: (held["k"], held["v"]))
+
+
 SIZES = Sizes(
     small=(1, 70, 150), small_width=2, large=(64, 100), large_heads=(4, 2), small_heads=(4, 2)
 )
@@ -150,6 +174,7 @@ VARIANT = PagedVariant(head_dim=64, dtype="bfloat16")
 ALL = [
     VARIANT,
     dataclasses.replace(VARIANT, soft_cap=True),
+    dataclasses.replace(VARIANT, mass=True),
     dataclasses.replace(VARIANT, words=True, mass=True),
 ]
 
@@ -158,13 +183,17 @@ ALL = [
 def test_a_right_kernel_is_proved(variant):
     found = prove(trials(variant, kernel="xla", sizes=SIZES))
     assert (found.outcome, found.reason) == ("proved", "")
-    assert set(found.peers) == (set() if variant.mass else {"xla"})
+    assert set(found.peers) == (set() if variant.words else {"xla"})
 
 
 FAULTS = {
     "out": lambda out, lse, mass: (out.at[1, 0, 0].multiply(1.2), lse, mass),
     "lse": lambda out, lse, mass: (out, lse + 0.5, mass),
-    "mass": lambda out, lse, mass: (out, lse, jnp.flip(mass, 2)),
+    "mass": lambda out, lse, mass: (
+        out,
+        lse,
+        dataclasses.replace(mass, logits=jnp.flip(mass.logits, 3)),
+    ),
 }
 
 

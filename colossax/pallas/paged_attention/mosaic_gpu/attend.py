@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from colossax.pallas.mosaic import WARPGROUP_ROWS, why_not_hardware
 from colossax.pallas.mosaic import why_slow as why_slow
+from colossax.pallas.paged_attention.mass import Mass
 from colossax.pallas.paged_attention.seen import Seen
 from colossax.pallas.paged_attention.spec import HEAD_SIZES, PagedSpec
 from colossax.pallas.target import Target
@@ -58,7 +59,7 @@ def attend(
     blocks: int | None = None,
     part: int | None = None,
 ) -> tuple[Float[Array, "g k w r hv"], Float[Array, "g k w r"], Any]:
-    """Output, log-partition and, where it is asked for, `[g, k, slots]` shares; float32.
+    """Output, log-partition and, where it is asked for, what was given to slots; float32.
 
     Args:
         q: Queries of groups. Those of a group and a kv head are rows of one tile of 64; where there
@@ -70,14 +71,14 @@ def attend(
         scale: Of the products.
         soft_cap: Bound of the logits.
         sinks: One more logit of each query head.
-        mass: Whether shares are asked for.
+        mass: Whether that is asked for.
         interpret: Whether to run it on the CPU.
         blocks: That run at one time; None: one on each multiprocessor.
         part: Slots of a part; None: those of `part_slots`.
 
     Cost: 2 · 64 (h + hv) FLOPs for each slot that a group sees and kv head, rounded up to tiles;
     keys and values are read once. Outputs of parts are written and read, `8 w r k hv` bytes each.
-    Shares cost `8 w r k` bytes a slot.
+    The mass costs `8 w r k` bytes a slot, half of them where it is asked.
     """
     g, w, k, r, h = q.shape
     width = min(w, max(1, WARPGROUP_ROWS // r))
@@ -105,11 +106,8 @@ def attend(
         # It only scales: exp(lse) / (exp(lse) + exp(sink)).
         of_rows = jnp.tile(sinks, (1, width))
         out, lse = out * jax.nn.sigmoid(lse - of_rows)[..., None], jnp.logaddexp(lse, of_rows)
-    shares = None
-    if logits is not None:
-        shares = _shares(logits[..., :length], lse, seen, r)
-        shares = jnp.sum(shares.reshape(g, -1, k, length), axis=1)
-    return _wider(out, g, w, r), _wider(lse, g, w, r), shares
+    given = None if logits is None else Mass(logits=logits, lse=lse, seen=seen, tokens=w)
+    return _wider(out, g, w, r), _wider(lse, g, w, r), given
 
 
 def _narrower(q: Array, seen: Seen, rows: Array, width: int) -> tuple[Array, Seen, Array]:
@@ -148,11 +146,3 @@ def _ranges(seen: Seen, heads: int) -> Ranges:
         bits = jax.lax.bitcast_convert_type(seen.words, jnp.int32)
         words = (of_rows(bits[..., 0]), of_rows(bits[..., 1]))
     return Ranges(lo=of_rows(seen.lo), hi=of_rows(seen.hi), base=seen.base, words=words)
-
-
-def _shares(logits: Array, lse: Array, seen: Seen, heads: int) -> Array:
-    """Of slots, summed over rows: from logits, of which those of no tile are whatever was there."""
-    there = seen.of(jnp.arange(logits.shape[-1], dtype=jnp.int32))
-    there = jnp.repeat(there, heads, axis=1)[:, None]
-    finite = jnp.where(jnp.isneginf(lse), 0.0, lse)
-    return jnp.sum(jnp.where(there, jnp.exp(logits - finite[..., None]), 0.0), axis=2)

@@ -7,7 +7,6 @@ wait for nobody else: while one's softmax runs, the other multiplies.
 
 import dataclasses
 import functools
-import math
 from typing import Any
 
 import jax
@@ -30,12 +29,12 @@ from colossax.pallas.mosaic import (
     tanh,
     vector,
 )
+from colossax.pallas.paged_attention.mass import LOG2_E
 from colossax.pallas.paged_attention.seen import WORD_BITS, WORDS
 
 from .parts import Parts
 from .shapes import COLUMNS, Tile
 
-LOG2_E = math.log2(math.e)
 _ROW_TILE = 8
 """Rows of queries are filled up to a multiple: tiles of shared memory have so many."""
 
@@ -74,8 +73,8 @@ def run(
 ) -> tuple[Any, Any, Any]:
     """Output `[g, k, parts, m, hv]` and lse `[g, k, parts, 64]` of each part, and logits.
 
-    Logits are `[g, k, m, slots rounded up to tiles]` or None; what lies in no tile that a group
-    sees, and the outputs of parts that are not done, are whatever was in memory.
+    Logits are `[g, k, m, slots rounded up to tiles]` in units of log 2, or None; what lies in no
+    tile that a group sees, and outputs of parts that are not done, are whatever was in memory.
     """
     g, k, m, h = q.shape
     slots, hv = values.shape[1], values.shape[3]
@@ -315,7 +314,7 @@ class _Kernel:
             scores = jnp.where(seen(slot), scores, -jnp.inf)
         if kept is not None:
             of_tile = pl.ds(j * self.tile.keys, self.tile.keys)
-            self.store(shared, worker, scores / LOG2_E, kept.at[:, of_tile])
+            self.store(shared, worker, scores, kept.at[:, of_tile])
         higher = jnp.maximum(top, jnp.max(scores, axis=1))
         # Rows that saw nothing yet.
         shift = higher if seen is None else jnp.where(higher == -jnp.inf, 0.0, higher)
