@@ -1,6 +1,7 @@
 """Pages of an engine that leave the devices for host memory, and come back."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -69,8 +70,10 @@ class HostPages:
         self.page_bytes = of_each * len(mesh.local_devices)
         _check_room(mesh, self._places, of_each)
         where = [x.sharding for x in self._page]
-        self._out = jax.jit(taken, out_shardings=[where] * WIDTH)
-        self._back = jax.jit(put, donate_argnums=0, out_shardings=[x.sharding for x in asked])
+        # Functions of its own: JAX counts programs by function, those of all engines together.
+        out, back = functools.partial(taken), functools.partial(put)
+        self._out = jax.jit(out, out_shardings=[where] * WIDTH)
+        self._back = jax.jit(back, donate_argnums=0, out_shardings=[x.sharding for x in asked])
 
     @property
     def compiled(self) -> dict[str, int]:
