@@ -100,6 +100,14 @@ def add_arguments(parser: argparse.ArgumentParser, _verb: str) -> None:
         help="of each data replica's cache, 16 tokens each; default as many as there is room for",
     )
     engine.add_argument(
+        "--host-pages",
+        metavar="N",
+        type=number(0),
+        default=0,
+        help="of each data replica, prefixes whose pages were needed for something else, copied to"
+        " host memory and back; default none",
+    )
+    engine.add_argument(
         "--mixed-tokens",
         metavar="N",
         type=number(1),

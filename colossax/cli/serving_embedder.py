@@ -14,6 +14,7 @@ TEXTS = 2048
 
 _UNUSED = {
     "pages": "--pages",
+    "host_pages": "--host-pages",
     "deterministic": "--deterministic",
     "no_prefix_reuse": "--no-prefix-reuse",
     "chat_template": "--chat-template",

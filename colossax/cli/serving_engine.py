@@ -68,6 +68,7 @@ def _serve(wire: Wire, args: argparse.Namespace, overrides: list[Override]) -> N
         mixed_tokens=args.mixed_tokens,
         cache_format=args.cache,
         window_rings=args.window_rings,
+        host_pages=args.host_pages,
         keeps=args.keeps,
         deterministic=args.deterministic,
         reuse=not args.no_prefix_reuse,

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from colossax.config import at_least
 from colossax.errors import InputError
 
 
@@ -55,6 +56,16 @@ def check_length(prompt: int, max_tokens: int, limit: int) -> None:
             f"max_tokens: a prompt of {prompt} and {max_tokens} more make {prompt + max_tokens}"
             f" tokens, above the longest sequence of {limit}; ask for at most {limit - prompt}"
         )
+
+
+def check_least(least: int, **numbers: int | float) -> None:
+    """Refuse numbers below the least one.
+
+    Raises:
+        InputError: Naming one.
+    """
+    for name, number in numbers.items():
+        at_least(least).check(number, name)
 
 
 def check_budget(mixed: int, least: int) -> None:

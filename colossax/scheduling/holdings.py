@@ -2,6 +2,7 @@
 
 import bisect
 
+from colossax.scheduling.host import Host
 from colossax.scheduling.pages import Pool
 from colossax.scheduling.prefixes import Prefixes
 from colossax.scheduling.running import NOWHERE, Run
@@ -9,18 +10,31 @@ from colossax.scheduling.tables import Tables
 
 
 class Holdings:
-    """Pool, prefixes and tables, in terms of requests."""
+    """Pool, prefixes, what of them is in host memory, and tables, in terms of requests."""
 
-    def __init__(self, *, seats: int, pages: int, page_tokens: int, pages_a_seat: int, reuse: bool):
+    def __init__(
+        self,
+        *,
+        seats: int,
+        pages: int,
+        page_tokens: int,
+        pages_a_seat: int,
+        reuse: bool,
+        host_pages: int,
+    ):
         """All pages free; see `Scheduler`."""
         self._page_tokens, self._reuse = page_tokens, reuse
-        self.prefixes = Prefixes()
+        self.host = Host(host_pages)
+        self.prefixes = Prefixes(self.host)
         self.pool = Pool(pages, self.prefixes)
         self.tables = Tables(seats, pages_a_seat)
         self._coming: set[bytes] = set()
 
     def cached(self, run: Run) -> int:
-        """Pages of a prefix that are there, without that of the last token: it is computed."""
+        """Pages of a prefix that are there or in host memory, without that of the last token.
+
+        That one is computed.
+        """
         run.cached = self.prefixes.longest(run.key, self._most_cached(run), run.cached)
         return run.cached
 
@@ -40,13 +54,22 @@ class Holdings:
         """Whether there are pages for a prompt, and one more where it may need one."""
         if run.in_flight:  # it had to leave its seat, and what it said there is not known yet
             return False
-        cached = self.cached(run)
+        self.cached(run)
+        here = self._here(run)
         # Whoever refers to a page refers to those before it.
-        idle = cached - bisect.bisect_left(
-            range(cached), True, key=lambda i: not self.pool.references(self._found(run, i))
+        idle = here - bisect.bisect_left(
+            range(here), True, key=lambda i: not self.pool.references(self._found(run, i))
         )
         wanted = min(self._pages_of(run, len(run.ids)) + 1, self._pages_of(run, run.most))
-        return wanted - cached <= self.pool.available - idle
+        return wanted - here <= self.pool.available - idle
+
+    def _here(self, run: Run) -> int:
+        """How many of the pages that were found last are on the devices: the first ones."""
+        if not self.host.held:
+            return run.cached
+        return bisect.bisect_left(
+            range(run.cached), True, key=lambda i: self.prefixes.page(run.key(i)) is None
+        )
 
     def comes(self, run: Run) -> bool:
         """Whether another computes the next page of its prefix, which it need not do beside it.
@@ -58,14 +81,19 @@ class Holdings:
 
     def begin(self, run: Run, seat: int) -> None:
         """Give a seat to a request that fits, and pages for its prompt."""
-        cached = run.cached
-        for i in range(cached):
+        cached, here = run.cached, self._here(run)
+        for i in range(here):
             run.pages.append(self._found(run, i))
             self.pool.refer(run.pages[i])
-        for _ in range(self._pages_of(run, len(run.ids)) - cached):
+        # Claimed before any page is taken, which puts others in the places of the oldest.
+        places = [self.host.claim(run.key(i)) for i in range(here, cached)]
+        for i in range(here, self._pages_of(run, len(run.ids))):
             page = self.pool.take()
             assert page is not None
             run.pages.append(page)
+            if i < cached:
+                self.prefixes.name(page, run.key(i))
+                self.host.fetch(places[i - here], page)
         run.seat, run.written = seat, cached * self._page_tokens
         run.room = self._room(run)
         run.named, run.next_name = cached, (cached + 1) * self._page_tokens
@@ -110,6 +138,13 @@ class Holdings:
         seat, run.seat, run.pages, run.speaks = run.seat, NOWHERE, [], False
         run.room = run.written = run.named = run.cached = 0
         return seat
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Of pages, as `Stats` names them."""
+        pool, host = self.pool, self.host
+        found = {"free": pool.free, "referenced": pool.referenced, "cached": pool.cached}
+        return {**found, "hosted": host.held, "out": host.out, "back": host.back}
 
     def _expect(self, run: Run) -> None:
         """Note which page of a prompt will have a key next."""

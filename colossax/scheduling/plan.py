@@ -52,6 +52,9 @@ class StepPlan:
             shared with plans that have the same pages, until `took` was called for it; then it is
             written anew.
         version: Of the table: plans of one version have the same numbers there.
+        out: (page, place): what is copied to host memory before the step, as the page holds it
+            behind the steps before. A place is written again when nobody needs what it holds.
+        back: (place, page): what is copied to a page before the step, behind all that go out.
     """
 
     kind: StepKind
@@ -59,6 +62,8 @@ class StepPlan:
     fresh: tuple[tuple[int, EngineRequest], ...]
     table: np.ndarray
     version: int
+    out: tuple[tuple[int, int], ...] = ()
+    back: tuple[tuple[int, int], ...] = ()
 
     @property
     def tokens(self) -> int:
@@ -114,11 +119,14 @@ class Stats:
         referenced: Pages of running requests.
         cached: Pages of none, kept as prefixes.
         planned: Tokens of all plans.
-        reused: Tokens that were found as prefixes in place of being computed.
+        reused: Tokens that were found as prefixes in place of being computed, in host memory too.
         preemptions: How often a request had to leave its seat.
         finished: Requests that are over, for whatever reason.
         drafted: Tokens that were drafted and looked at.
         accepted: Those of them that were said.
+        hosted: Pages whose contents are in host memory.
+        out: Pages that were copied there.
+        back: Pages that were copied from there.
     """
 
     seats: int
@@ -132,6 +140,9 @@ class Stats:
     finished: int
     drafted: int = 0
     accepted: int = 0
+    hosted: int = 0
+    out: int = 0
+    back: int = 0
 
     def __add__(self, other: "Stats") -> "Stats":
         """Of both together."""

@@ -5,6 +5,8 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
+from colossax.scheduling.host import Host
+
 _KEY_BYTES = 16
 """Of 2^40 pages, two have the same key by chance with a probability of 2^-49."""
 
@@ -28,8 +30,13 @@ class Prefixes:
     behind it: the first one is always a leaf, and none has to be searched for.
     """
 
-    def __init__(self):
-        """Know none."""
+    def __init__(self, host: Host | None = None):
+        """Know none.
+
+        Args:
+            host: Where the contents of pages go that are needed for something else.
+        """
+        self._host = Host(0) if host is None else host
         self._pages: dict[bytes, int] = {}
         self._keys: dict[int, bytes] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()
@@ -49,11 +56,12 @@ class Prefixes:
 
     def name(self, page: int, key: bytes) -> None:
         """Give a referenced page its key; there is no other of it."""
+        self._host.forget(key)
         self._pages[key] = page
         self._keys[page] = key
 
     def longest(self, key: Callable[[int], bytes], most: int, known: int) -> int:
-        """How many of a prompt's pages, from the first on, are there.
+        """How many of a prompt's pages, from the first on, are there, or in host memory.
 
         Args:
             key: Of a page; asked for no more pages than are there, and one, so that a prompt that
@@ -62,11 +70,15 @@ class Prefixes:
             known: What was found before: what has changed since is all that is looked at.
         """
         pages = self._pages
-        while known and key(known - 1) not in pages:
+        there = self._anywhere if self._host.held else pages.__contains__
+        while known and not there(key(known - 1)):
             known -= 1
-        while known < most and key(known) in pages:
+        while known < most and there(key(known)):
             known += 1
         return known
+
+    def _anywhere(self, key: bytes) -> bool:
+        return key in self._pages or key in self._host
 
     def rest(self, page: int) -> None:
         """Note that nobody refers to a page with a key any more."""
@@ -77,9 +89,11 @@ class Prefixes:
         del self._idle[page]
 
     def forget(self) -> int | None:
-        """The least recently used leaf, which is no prefix from now on; None where all are used."""
+        """The least recently used leaf, whose contents may go to the host; None: all are used."""
         if not self._idle:
             return None
         page, _ = self._idle.popitem(last=False)
-        del self._pages[self._keys.pop(page)]
+        key = self._keys.pop(page)
+        del self._pages[key]
+        self._host.put(key, page)
         return page

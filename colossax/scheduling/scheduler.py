@@ -6,8 +6,7 @@ import operator
 from collections import deque
 from collections.abc import Mapping, Sequence
 
-from colossax.config import at_least
-from colossax.scheduling.checks import check_budget
+from colossax.scheduling.checks import check_budget, check_least
 from colossax.scheduling.drafts import Drafts
 from colossax.scheduling.holdings import Holdings
 from colossax.scheduling.plan import Ended, EndReason, Piece, Stats, StepPlan
@@ -60,6 +59,7 @@ class Scheduler:
         reuse: bool = True,
         draft: int = 0,
         adapts: bool = True,
+        host_pages: int = 0,
     ):
         """With nobody there.
 
@@ -75,23 +75,22 @@ class Scheduler:
             reuse: Whether prefixes are kept and found again.
             draft: Tokens drafted after each that is said.
             adapts: See `Drafts`.
+            host_pages: Prefixes whose pages were taken back, kept in host memory.
 
         Raises:
             InputError: Naming a number that is out of bounds.
         """
-        for name, number in {"draft": draft, "max_wait": max_wait}.items():
-            at_least(0).check(number, name)
+        check_least(0, draft=draft, max_wait=max_wait, host_pages=host_pages)
         decode = seats * (1 + draft) if decode is None else decode
         sizes: dict[str, int] = {"seats": seats, "pages": pages, "page_tokens": page_tokens}
         sizes["pages_a_seat"] = pages_a_seat
-        for name, size in {**sizes, "decode": decode}.items():
-            at_least(1).check(size, name)
+        check_least(1, **sizes, decode=decode)
         check_budget(mixed, max(seats * (1 + draft), decode))
         self._page_tokens, self._mixed, self._decode = page_tokens, mixed, decode
         self._seats, self._pages, self._max_wait = seats, pages, max_wait
         self._slots = pages_a_seat * page_tokens
         self._longest = min(pages, pages_a_seat) * page_tokens
-        self._holdings = Holdings(**sizes, reuse=reuse)
+        self._holdings = Holdings(**sizes, reuse=reuse, host_pages=host_pages)
         self._pool = self._holdings.pool
         self._drafts = Drafts(draft, adapts=adapts)
         self._queue = Queue(self._holdings.cached, max_wait)
@@ -115,9 +114,7 @@ class Scheduler:
         return Stats(
             seats=len(self._running),
             waiting=len(self._queue),
-            free=self._pool.free,
-            referenced=self._pool.referenced,
-            cached=self._pool.cached,
+            **self._holdings.counts,
             planned=self._planned,
             reused=self._reused,
             preemptions=self._preemptions,
@@ -375,6 +372,7 @@ class Scheduler:
             fresh=tuple((run.seat, run.asked()) for run in fresh),
             table=self._holdings.tables.current(used=bool(self._plans)),
             version=self._holdings.tables.version,
+            **self._holdings.host.moves(),
         )
         self._planned += tokens
         self._plans.append(plan)

@@ -74,6 +74,10 @@ class Stats:
         pages_free: Pages of the cache that hold nothing.
         pages_used: Pages that a request refers to.
         pages_cached: Pages that hold a prefix nobody refers to.
+        pages_host: Pages whose contents are in host memory.
+        host_bytes: Those that they take there.
+        pages_out: Pages that were copied there, since the start.
+        pages_back: Pages that were copied from there, since the start.
         prefix_hit_tokens: Tokens of prompts that were found in the cache, since the start.
         preemptions: Requests that lost their pages to others, since the start.
         drafted: Tokens that were guessed and looked at, since the start.
@@ -89,6 +93,10 @@ class Stats:
     pages_free: int = 0
     pages_used: int = 0
     pages_cached: int = 0
+    pages_host: int = 0
+    host_bytes: int = 0
+    pages_out: int = 0
+    pages_back: int = 0
     prefix_hit_tokens: int = 0
     preemptions: int = 0
     drafted: int = 0

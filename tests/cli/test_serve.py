@@ -149,6 +149,29 @@ def test_engines_that_share_requests(mesh, folder, capsys):
         assert server.end() == 0
 
 
+@pytest.mark.slow
+@pytest.mark.sweep
+def test_prompts_come_back_from_host_memory(folder):
+    """Four pages for one seat: each prompt drives out the other's, and the text is the same."""
+    import openai
+
+    sizes = "--seats=1", "--slots=64", "--pages=4", "--host-pages=8"
+    with Server(*sizes, "--deterministic") as server:
+        client = openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="any")
+        asked = {"model": "mine", "max_tokens": 8, "temperature": 0}
+        prompts = ("the dog and the cat ran " * 2, "a bird sang on a green tree " * 2)
+        said = [
+            client.completions.create(**asked, prompt=prompts[i % 2]).choices[0].text
+            for i in range(4)
+        ]
+        assert said[:2] == said[2:]
+        told = urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics").read().decode()
+        counts = dict(one.split() for one in told.splitlines() if " " in one and one[0] != "#")
+        assert server.end() == 0
+    assert float(counts["colossax_pages_back_total"]) >= 2
+    assert float(counts["colossax_host_bytes"]) > 0 < float(counts["colossax_pages_host"])
+
+
 @pytest.mark.parametrize(
     "words, message",
     [
@@ -160,6 +183,8 @@ def test_engines_that_share_requests(mesh, folder, capsys):
         (["mine", "--chat-template=none.jinja"], "--chat-template: .*none.jinja cannot be read"),
         (["mine", "--api-key-file=none"], "none"),
         (["mine", "--port=70000"], "--port"),
+        (["mine", "--host-pages=-1"], "--host-pages"),
+        (["mine", "--host-pages=9", "--no-prefix-reuse"], "host_pages: found 9, and prompts that"),
     ],
 )
 @pytest.mark.slow

@@ -126,6 +126,7 @@ def test_what_a_client_is_told():
         (["words", "--pool=max"], "pool: 'max' is unknown"),
         (["sentences", "--no-normalise"], "--no-normalise: needs --pool"),
         (["sentences", "--pages=9"], "--pages: the model tells embeddings, which have neither"),
+        (["sentences", "--host-pages=9"], "--host-pages: the model tells embeddings, which have"),
         (["sentences", "--draft=ngrams"], "--draft: the model tells embeddings"),
         (["sentences", "--cache=int8"], "--cache: the model tells embeddings"),
     ],

@@ -28,6 +28,10 @@ FOURS = [range(i, i + 4) for i in range(0, 48, 4)]
 @pytest.mark.catches("told-after-the-end")
 @pytest.mark.catches("a-step-says-one-token")
 @pytest.mark.catches("guesses-beyond-the-budget")
+@pytest.mark.catches("a-place-is-written-before-it-is-read")
+@pytest.mark.catches("the-newest-in-the-host-goes")
+@pytest.mark.catches("what-comes-back-takes-no-page")
+@pytest.mark.catches("a-page-and-a-place-of-one-key")
 def test_each_says_what_it_says_alone(seeds):
     for seed in seeds:
         play(seed)
@@ -40,9 +44,9 @@ def test_histories_have_all_that_can_happen():
         happened.update(world.ended.values())
         happened.update(kind for kind, *_ in world.plans)
         stats = world.scheduler.stats
-        happened.update(preempted=stats.preemptions, reused=stats.reused)
+        happened.update(preempted=stats.preemptions, reused=stats.reused, back=stats.back)
     reasons = {"stop", "length", "cancelled", "deadline"}
-    assert set(+happened) == reasons | {"mixed", "decode", "preempted", "reused"}
+    assert set(+happened) == reasons | {"mixed", "decode", "preempted", "reused", "back"}
 
 
 @pytest.mark.sweep

@@ -46,7 +46,7 @@ class Device:
         """Drafts for a place of a sequence are right where `right` says so."""
         self.right = right
         self.slots = np.full(pages * page_tokens, -9)
-        self.page_tokens = page_tokens
+        self.page_tokens, self.host = page_tokens, {}
         self.whole, self.computed_by, self.ends = {}, {}, {}
         self.last = {}
         self.starts = {}
@@ -64,6 +64,7 @@ class Device:
         A seat reads what steps before have written and what it writes itself, which is less than
         hardware would grant. Drafts are written too, wrong ones among them.
         """
+        self.move(plan)
         self.check_pages(plan)
         fresh = {seat for seat, _ in plan.fresh}
         assert fresh <= {piece.seat for piece in plan.pieces}
@@ -93,6 +94,14 @@ class Device:
                 self.last[piece.seat] = whole[stop]
                 said.append(whole[start + 1 if drafts else stop : stop + 1])
         return said
+
+    def move(self, plan):
+        """What goes to host memory, and then what comes back."""
+        pages = self.slots.reshape(-1, self.page_tokens)
+        for page, place in plan.out:
+            self.host[place] = pages[page].copy()
+        for place, page in plan.back:
+            pages[page] = self.host[place]
 
     def start_of(self, piece):
         """Where its first token stands: where drafts may have been right the device knows."""
@@ -149,10 +158,27 @@ def audit(scheduler):
     assert not set(pool._free) & set(prefixes._keys)
     assert set(prefixes._keys.values()) == set(prefixes._pages)
     assert len(scheduler._holdings._coming) <= stats.seats
+    audit_host(scheduler)
     for run in scheduler._running:
         named = [prefixes.page(run.key(i)) for i in range(run.named)]
         assert named == run.pages[: run.named]
     assert stats.seats + len(scheduler._empty) == scheduler._seats
+
+
+def audit_host(scheduler):
+    """Every place is free or of one key that has no page; nothing is there without its parents."""
+    holdings = scheduler._holdings
+    host, prefixes = holdings.host, holdings.prefixes
+    if not host._back:
+        assert sorted([*host._free, *host._held.values()]) == list(range(host.places))
+    assert not set(host._held) & set(prefixes._pages)
+    assert host.out >= host.back and scheduler.stats.hosted == len(host._held)
+    for run in scheduler._live.values():
+        there = [
+            prefixes.page(run.key(i)) is not None or run.key(i) in host
+            for i in range(len(run.ids) // scheduler._page_tokens)
+        ]
+        assert there == sorted(there, reverse=True)
 
 
 @dataclasses.dataclass
@@ -305,6 +331,7 @@ def play(seed, steps=150):
         right=lambda _place: luck.random() < each,
         max_wait=rng.choice([0.0, 10.0, 40.0]),
         reuse=rng.random() < 0.85,
+        host_pages=random.Random(-1 - seed).choice([0, 1, 4, 12, 40]),
     )
     longest = world.scheduler._longest
     rate = rng.uniform(0.05, 0.3 + seats / 16)

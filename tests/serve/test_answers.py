@@ -398,7 +398,7 @@ def test_ready_and_health():
 
 
 COUNTED = "seats_used waiting pages_free pages_used pages_cached prefix_hit_tokens preemptions"
-COUNTED += " drafted accepted"
+COUNTED += " drafted accepted pages_host host_bytes pages_out pages_back"
 REPLICA = dict.fromkeys(COUNTED.split(), 0)
 
 
@@ -415,6 +415,10 @@ def test_metrics_count():
             seats_used=3,
             waiting=2,
             pages_free=5,
+            pages_host=6,
+            host_bytes=600,
+            pages_out=8,
+            pages_back=2,
             prefix_hit_tokens=32,
             preemptions=1,
             drafted=9,
@@ -436,6 +440,11 @@ def test_metrics_count():
             "colossax_seats 4.0",
             "colossax_waiting 2.0",
             "colossax_pages_free 5.0",
+            "colossax_pages_host 6.0",
+            "colossax_host_bytes 600.0",
+            "colossax_pages_out_total 8.0",
+            "colossax_pages_back_total 2.0",
+            'colossax_replica_pages_host{replica="0"} 0.0',
             'colossax_replica_pages_free{replica="0"} 4.0',
             'colossax_replica_pages_free{replica="1"} 0.0',
             'colossax_replica_preemptions_total{replica="1"} 7.0',

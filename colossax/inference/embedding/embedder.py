@@ -12,7 +12,8 @@ import numpy as np
 from colossax.config import BoundPlan
 from colossax.errors import InputError
 from colossax.inference.embedding.program import TOKENS, EmbeddingProgram
-from colossax.inference.engine.engine import DEPTH, check_served
+from colossax.inference.engine.engine import DEPTH
+from colossax.inference.engine.parts import check_served
 from colossax.nn import ModelSpec
 from colossax.scheduling import check_tokens
 from colossax.scheduling.texts import TextPlan, TextQueue

@@ -9,13 +9,15 @@ from collections.abc import Callable, Iterator, Sequence
 import jax
 import numpy as np
 
-from colossax.config import BoundPlan, MeshAxis
-from colossax.errors import InputError, PlanError
+from colossax.config import BoundPlan
+from colossax.errors import InputError
 from colossax.inference.engine.drafting import Drafter
 from colossax.inference.engine.driving import to_their_ends
+from colossax.inference.engine.hosting import HostPages
 from colossax.inference.engine.keeping import check_keep
 from colossax.inference.engine.naming import check_adapter, named
 from colossax.inference.engine.packing import Packer
+from colossax.inference.engine.parts import check_served
 from colossax.inference.engine.program import EngineProgram
 from colossax.inference.engine.sampling import Chosen
 from colossax.inference.engine.scoring import Probabilities
@@ -73,6 +75,7 @@ class Engine:
         cache_format: str = "own",
         window_rings: bool = False,
         keeps: str | None = None,
+        host_pages: int = 0,
         reuse: bool = True,
         deterministic: bool = False,
         drafter: Drafter | None = None,
@@ -99,6 +102,7 @@ class Engine:
                 step of each seat; then no prompts share pages.
             keeps: What requests may keep of their tokens beside a window (`Keep`): `first`, or
                 `heavy`, those that were looked at most; None: they keep all.
+            host_pages: Of prefixes whose pages were needed for something else, kept in host memory.
             reuse: Whether prompts that begin alike share pages.
             deterministic: Whether all steps are of one size, so that a request's logits are the
                 same bit by bit whoever else is there; else they differ in rounding.
@@ -111,8 +115,8 @@ class Engine:
         Raises:
             InputError: The model cannot decode, a size is none, pages cannot be kept so, rings are
                 asked for and no layer has use for one, nothing can be drafted, or `keeps`, and the
-                model cannot.
-            PlanError: Layers are in stages.
+                model cannot; or pages serve no later request, and some are to be kept on the host.
+            PlanError: Layers are in stages, or the host has no room for its pages.
         """
         check_served(spec, bound)
         sizes = asked_sizes(
@@ -126,6 +130,7 @@ class Engine:
             cache_format=cache_format,
             window_rings=window_rings,
             keeps=keeps,
+            host_pages=host_pages,
         )
         if pages is None:
             pages = pages_for(spec, bound, params, sizes, drafter=drafter)
@@ -179,6 +184,7 @@ class Engine:
         self.program, self.sizes, self.config = program, sizes, program.config
         self.clock = clock
         self._params = params
+        self._host = HostPages(program, reuse=reuse)
         self._state = self.program.begin()
         self._packer = Packer(self.program, self.adapters)
         self._scheduler = Scheduler(
@@ -192,6 +198,7 @@ class Engine:
             reuse=reuse and self.program.shares,
             draft=sizes.draft,
             adapts=self.program.drafter is not None and not self.program.drafter.tree,
+            host_pages=sizes.host,
         )
         self._constraints: dict[int, Constraint] = {}
         self._flying: deque[tuple[StepPlan, Chosen]] = deque()
@@ -220,7 +227,9 @@ class Engine:
     @property
     def stats(self) -> EngineStats:
         """See there."""
-        return EngineStats(steps=dict(self._steps), scheduler=self._scheduler.stats)
+        found = self._scheduler.stats
+        host_bytes = found.hosted * self._host.page_bytes
+        return EngineStats(steps=dict(self._steps), scheduler=found, host_bytes=host_bytes)
 
     def add(self, request: EngineRequest, constraint: Constraint | None = None) -> int:
         """Let a request wait for a seat; its number.
@@ -263,7 +272,7 @@ class Engine:
                 kind, self._params, self._state, *self._packer.padding(kind)
             )
             jax.block_until_ready(chosen)
-        self._state = self.program.read_nothing(self._params, self._state)
+        self._state = self._host.warm(self.program.read_nothing(self._params, self._state))
 
     def step(self) -> list[Emitted]:
         """Send steps on their way, and give what the oldest gave; empty where nothing is to do."""
@@ -303,6 +312,7 @@ class Engine:
             seats = {seat for seat, _ in plan.fresh}
             self.began([piece.request for piece in plan.pieces if piece.seat in seats])
         kind = "mixed" if self._deterministic else plan.kind
+        self._state = self._host.moved(self._state, plan)
         if self.program.reading.reads.anything:
             for seat, request in plan.fresh:
                 self._state = self.program.read(self._params, self._state, seat, request)
@@ -384,17 +394,3 @@ class Engine:
     def _forget(self, number: int) -> None:
         self._probabilities.forget(number)
         self._constraints.pop(number, None)
-
-
-def check_served(spec: ModelSpec, bound: BoundPlan) -> None:
-    """Refuse meshes that an engine does not run on.
-
-    Raises:
-        PlanError: There are stages.
-    """
-    stages = bound.mesh.shape[MeshAxis.STAGE]
-    if stages > 1:
-        raise PlanError(
-            f"mesh axis 'stage': an engine runs all layers in one program, and the plan has"
-            f" {stages} stages; use make_engine (LoadedModel.engine), which gives each its own"
-        )

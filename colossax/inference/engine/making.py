@@ -7,6 +7,7 @@ from typing import Any
 from colossax.config import BoundPlan, MeshAxis
 from colossax.errors import InputError
 from colossax.inference.engine.engine import Engine
+from colossax.inference.engine.hosting import STAGES_KEEP_NONE
 from colossax.inference.engine.keeping import STAGES_KEEP_ALL
 from colossax.inference.engine.parts import params_on, replicas_of
 from colossax.inference.engine.program import Sizes
@@ -27,7 +28,7 @@ from colossax.typing import Params
 
 _SIZES = (
     "seats", "slots", "pages", "page_tokens", "mixed_tokens", "cache_format", "window_rings",
-    "keeps",
+    "keeps", "host_pages",
 )  # fmt: skip
 """Options that say how large an engine is."""
 
@@ -68,6 +69,8 @@ def make_engine(
         )
     if staged and options.get("keeps") is not None:
         raise InputError(STAGES_KEEP_ALL)
+    if staged and options.get("host_pages"):
+        raise InputError(STAGES_KEEP_NONE)
     parts = replicas_of(bound)
     if len(parts) == 1 and not staged:
         return Engine(spec, bound, params, drafter=drafter, **options)

@@ -6,6 +6,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from colossax.config import BoundPlan, MeshAxis
+from colossax.errors import PlanError
 from colossax.nn import ModelSpec
 from colossax.sharding import param_sharding
 from colossax.typing import Params
@@ -48,3 +49,17 @@ def array_on(x: Any, sharding: NamedSharding) -> Any:
     return jax.make_array_from_single_device_arrays(
         x.shape, sharding, list(there.values()), dtype=x.dtype
     )
+
+
+def check_served(spec: ModelSpec, bound: BoundPlan) -> None:
+    """Refuse meshes that an engine does not run on.
+
+    Raises:
+        PlanError: There are stages.
+    """
+    stages = bound.mesh.shape[MeshAxis.STAGE]
+    if stages > 1:
+        raise PlanError(
+            f"mesh axis 'stage': an engine runs all layers in one program, and the plan has"
+            f" {stages} stages; use make_engine (LoadedModel.engine), which gives each its own"
+        )

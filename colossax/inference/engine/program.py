@@ -47,6 +47,7 @@ class Sizes:
         cache: What pages are kept in, one of `FORMATS`.
         rings: Whether layers with a window or chunks keep those alone; see `paged_spec`.
         keeps: What requests may keep beside a window, one of `KEEPS`; None: they keep all.
+        host: Pages that host memory holds beside those; what copies them is compiled, no step.
     """
 
     seats: int
@@ -59,6 +60,7 @@ class Sizes:
     cache: str = "own"
     rings: bool = False
     keeps: str | None = None
+    host: int = 0
 
     @property
     def pages_a_seat(self) -> int:

@@ -70,7 +70,12 @@ class Replicas:
         for one in each:
             steps.update(one.steps)
         first, *others = (one.scheduler for one in each)
-        return EngineStats(steps=dict(steps), scheduler=sum(others, first), each=each)
+        return EngineStats(
+            steps=dict(steps),
+            scheduler=sum(others, first),
+            host_bytes=sum(one.host_bytes for one in each),
+            each=each,
+        )
 
     def add(self, request: EngineRequest, constraint: Constraint | None = None) -> int:
         """As of `Engine`."""

@@ -54,6 +54,7 @@ def asked_sizes(
     cache_format: str = "own",
     window_rings: bool = False,
     keeps: str | None = None,
+    host_pages: int = 0,
     draft: int = 0,
 ) -> Sizes:
     """Of an engine, as of its arguments; with one page where those are to be found.
@@ -66,6 +67,8 @@ def asked_sizes(
     for name, value in given.items():
         if value < 1:
             raise InputError(f"{name}: found {value}; give 1 or more")
+    if host_pages < 0:
+        raise InputError(f"host_pages: found {host_pages}; give 1 or more, or 0 for none")
     return Sizes(
         seats=seats,
         pages=1 if pages is None else pages,
@@ -77,6 +80,7 @@ def asked_sizes(
         cache=cache_format,
         rings=window_rings,
         keeps=keeps,
+        host=host_pages,
     )
 
 

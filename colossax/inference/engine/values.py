@@ -35,11 +35,13 @@ class EngineStats:
     Attributes:
         steps: Run, by kind.
         scheduler: Of its seats, pages and queue.
+        host_bytes: Of its pages in the memory of this process's host.
         each: Where several engines share requests, of each of them; else empty.
     """
 
     steps: Mapping[str, int]
     scheduler: SchedulerStats
+    host_bytes: int = 0
     each: tuple["EngineStats", ...] = ()
 
 

@@ -164,20 +164,25 @@ class _Loop:
     def _stats(self) -> dict[str, Any]:
         found = self._engine.stats
         return {
-            **_counts(found.scheduler),
+            **_counts(found),
             "idle": not self._engine.busy and not self._compiling,
-            "replicas": [_counts(one.scheduler) for one in found.each],
+            "replicas": [_counts(one) for one in found.each],
         }
 
 
-def _counts(found: Any) -> dict[str, int]:
-    """Of a scheduler, as `serve.Stats` names them."""
+def _counts(stats: Any) -> dict[str, int]:
+    """Of an engine, as `serve.Stats` names them."""
+    found = stats.scheduler
     return {
         "seats_used": found.seats,
         "waiting": found.waiting,
         "pages_free": found.free,
         "pages_used": found.referenced,
         "pages_cached": found.cached,
+        "pages_host": found.hosted,
+        "host_bytes": stats.host_bytes,
+        "pages_out": found.out,
+        "pages_back": found.back,
         "prefix_hit_tokens": found.reused,
         "preemptions": found.preemptions,
         "drafted": found.drafted,

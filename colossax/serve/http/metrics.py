@@ -18,7 +18,9 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-_OF_REPLICAS = ("waiting", "seats_used", "pages_free", "pages_used", "pages_cached")
+_OF_REPLICAS = (
+    "waiting", "seats_used", "pages_free", "pages_used", "pages_cached", "pages_host", "host_bytes",
+)  # fmt: skip
 _FIRST_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _BETWEEN_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 5)
 
@@ -100,9 +102,13 @@ class _OfEngine(Collector):
             "pages_free": ("Pages of the cache that hold nothing.", found.pages_free),
             "pages_used": ("Pages that requests refer to.", found.pages_used),
             "pages_cached": ("Pages that hold prefixes.", found.pages_cached),
+            "pages_host": ("Pages whose contents are in host memory.", found.pages_host),
+            "host_bytes": ("What those take there.", found.host_bytes),
         }
         counts = {
             "prefix_hit_tokens": ("Tokens of prompts found in the cache.", found.prefix_hit_tokens),
+            "pages_out": ("Pages copied to host memory.", found.pages_out),
+            "pages_back": ("Pages copied from host memory.", found.pages_back),
             "preemptions": ("Requests that lost their pages to others.", found.preemptions),
             "drafted_tokens": ("Tokens that were guessed and looked at.", found.drafted),
             "accepted_tokens": ("Guessed tokens that were said.", found.accepted),

@@ -33,7 +33,7 @@ class ToyEngine:
 
     @property
     def stats(self):
-        return SimpleNamespace(scheduler=self._scheduler.stats, each=())
+        return SimpleNamespace(scheduler=self._scheduler.stats, host_bytes=0, each=())
 
     def add(self, request, constraint):
         if constraint is not None:
