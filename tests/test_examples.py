@@ -70,8 +70,8 @@ def test_the_plans_of_the_readme_fit_their_models(words, devices):
     step.order(config.data.seq_len)
 
 
-def test_there_are_four_examples():
-    assert len(list(EXAMPLES.glob("*.py"))) == 4
+def test_there_are_five_examples():
+    assert len(list(EXAMPLES.glob("*.py"))) == 5
 
 
 def test_train_from_scratch(text, capsys):

@@ -58,7 +58,7 @@ def replicas(folder, cluster):
     """Two of them, as one address."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    words = ["--replicas=2", f"--port={port}", str(folder / "mine")]
+    words = ["2", "0", str(port), str(folder / "mine")]
     served = ["--devices=2", "--seats=4", "--slots=64", "--deterministic"]
     process = subprocess.Popen(
         [sys.executable, str(EXAMPLE), *words, *served],
