@@ -1,6 +1,6 @@
 """How long others wait while a long prompt is read, and how soon a server answers.
 
-`gaps`: seats decode when a prompt of 32,768 tokens comes. The longest time between two steps that
+`gaps`: seats decode when a prompt of 8,192 tokens comes. The longest time between two steps that
 gave them tokens is measured with the prompt cut into steps of `--mixed` tokens, and beside it with
 a step that takes the prompt whole, as schedulers without chunks do. `step_s` is what a full step
 takes behind most of the prompt (the median of its last eighth), which no cut can be below: the bar
@@ -8,7 +8,7 @@ is 1.3 times that.
 `ready`: seconds from the start of `colossax serve` to its first 200 of `/ready`, for a tiny model,
 with nothing compiled before and with the programs of the run before.
 
-    python bench/serve_gaps.py [--prompt 32768] [--mixed 512] [--out FILE]
+    python bench/serve_gaps.py [--prompt 8192] [--mixed 512] [--out FILE]
 """
 
 import argparse
@@ -39,7 +39,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--prompt", type=int, default=32_768, help="tokens of the long one")
+    parser.add_argument("--prompt", type=int, default=8192, help="tokens of the long one")
     parser.add_argument("--mixed", type=int, default=512, help="tokens of a step with prompts")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path, default=common.HERE / "results" / "serve_gaps.json")
