@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import common
+import random_llama
 
 MODEL = {
     "vocab": 128_256,
@@ -130,23 +131,10 @@ def _engine(model: dict[str, int], **options: Any) -> tuple[Any, int]:
     sys.path.insert(0, str(common.REPOSITORY))
     import jax
 
-    from colossax.config import Plan, Precision
-    from colossax.inference.engine import Engine
-    from colossax.inference.plan import unrolled
-    from colossax.models import LlamaConfig, maker
-    from colossax.nn import describe, initialise
-    from colossax.sharding import use
+    from colossax.config import Precision
 
     bf16 = Precision(params="bfloat16", compute="bfloat16", cache="bfloat16")
-    make, plan, devices = maker(LlamaConfig(**model)), Plan(precision=bf16), jax.devices()[:1]
-    with use(plan.bind(devices)):
-        stacked = describe(make)
-    bound = unrolled(plan, stacked).bind(devices)
-    with use(bound):
-        spec = describe(make)
-    params = initialise(spec, bound, jax.random.key(0))
-    engine = Engine(spec, bound, params, **options)
-    engine.warm()
+    engine, params = random_llama.engine(model, bf16, **options)
     table = 2 * model["vocab"] * model["embed"]  # of it a step reads single rows
     return engine, sum(x.nbytes for x in jax.tree.leaves(params)) - table
 

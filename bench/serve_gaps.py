@@ -6,7 +6,7 @@ a step that takes the prompt whole, as schedulers without chunks do. `step_s` is
 takes behind most of the prompt (the median of its last eighth), which no cut can be below: the bar
 is 1.3 times that.
 `ready`: seconds from the start of `colossax serve` to its first 200 of `/ready`, for a tiny model,
-with nothing compiled before and with the programs of the run before.
+with nothing compiled before, for which the bar is, and with the programs of the run before.
 
     python bench/serve_gaps.py [--prompt 8192] [--mixed 512] [--out FILE]
 """
@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import common
+import random_llama
 
 MODEL = {"vocab": 512, "embed": 256, "mlp": 704, "layers": 2, "heads": 4, "kv_heads": 1}
 DECODING, BAR, BAR_READY_S = 7, 1.3, 15.0
@@ -64,7 +65,7 @@ def main() -> None:
     print(common.table(["prompt", "tokens a step", "step s", "longest gap s", "of a step"], rows))
     print(f"{ratio:.2f} of a full step; bar {BAR}: {'met' if ratio <= BAR else 'NOT met'}")
     print(", ".join(f"ready, {how}: {s:.1f} s" for how, s in answers.items()), end="")
-    print(f"; bar {BAR_READY_S:.0f} s: {'met' if answers['kept'] <= BAR_READY_S else 'NOT met'}")
+    print(f"; bar {BAR_READY_S:.0f} s: {'met' if answers['new'] <= BAR_READY_S else 'NOT met'}")
     result = {
         "benchmark": "serve_gaps",
         "hardware": common.hardware(),
@@ -83,26 +84,9 @@ def main() -> None:
 
 def gaps(prompt: int, mixed: int, rounds: int) -> dict[str, Any]:
     """The median round's longest gap, and the step that it is compared with."""
-    import jax
-
-    from colossax.config import Plan
-    from colossax.inference.engine import Engine
-    from colossax.inference.plan import unrolled
-    from colossax.models import LlamaConfig, maker
-    from colossax.nn import describe, initialise
-    from colossax.sharding import use
-
-    make = maker(LlamaConfig(max_seq=prompt + 1024, **MODEL))
-    plan, devices = Plan(), jax.devices()[:1]
-    with use(plan.bind(devices)):
-        stacked = describe(make)
-    bound = unrolled(plan, stacked).bind(devices)
-    with use(bound):
-        spec = describe(make)
-    params = initialise(spec, bound, jax.random.key(0))
+    model = {"max_seq": prompt + 1024, **MODEL}
     sizes = {"seats": DECODING + 1, "slots": prompt + 1024, "mixed_tokens": mixed, "reuse": False}
-    engine = Engine(spec, bound, params, **sizes)
-    engine.warm()
+    engine, _ = random_llama.engine(model, **sizes)
     found = [_round(engine, prompt, random.Random(i)) for i in range(rounds)]
     return {
         "mixed": mixed,
