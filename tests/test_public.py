@@ -209,6 +209,7 @@ FILES_FOR_THE_COMMAND_LINE = {
     "colossax.pallas.bench",
     "colossax.pipeline.measured",
     "colossax.planner.counting.inspection_plot",
+    "colossax.planner.telling.plan_plot",
     "colossax.planner.deciding.measuring",
     "colossax.serve.measuring",
 }

@@ -138,6 +138,16 @@ def recipe_of_a_file(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def plan_of_a_file(parser: argparse.ArgumentParser) -> None:
+    """Declare where else a plan comes from than a recipe."""
+    parser.add_argument(
+        "--plan",
+        metavar="FILE",
+        help="a plan as JSON, such as `colossax plan --out` writes, in place of the recipe's;"
+        " --plan.* are put over it",
+    )
+
+
 def keeping(parser: argparse.ArgumentParser) -> None:
     """Declare what keeps no programs."""
     parser.add_argument(

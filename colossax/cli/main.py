@@ -14,6 +14,7 @@ from colossax.errors import InputError
 VERBS = {
     "train": ("colossax.cli.train", "train a model by a recipe"),
     "inspect": ("colossax.cli.options", "count what a run would need on GPUs that are not there"),
+    "plan": ("colossax.cli.options", "find the fastest plan that fits GPUs that are not there"),
     "generate": ("colossax.cli.generate", "continue a prompt with a trained model"),
     "eval": ("colossax.cli.eval", "say how often a model finds the right choice"),
     "serve": ("colossax.cli.serve", "serve a trained model over HTTP"),

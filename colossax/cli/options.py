@@ -9,7 +9,13 @@ import json
 from importlib import resources
 from pathlib import Path
 
-from colossax.cli.arguments import number, real, recipe_of_a_file, several_processes
+from colossax.cli.arguments import (
+    number,
+    plan_of_a_file,
+    real,
+    recipe_of_a_file,
+    several_processes,
+)
 from colossax.cli.overrides import Override, apply_overrides
 from colossax.cli.recipes import list_recipes
 from colossax.config import above, within
@@ -21,6 +27,12 @@ DESCRIPTION = {
         "Compile a recipe's training step for GPUs that are not there, and count: device memory\n"
         "by term, collectives by mesh axis, time at the roofline. Nothing is run or allocated.\n"
         "Several targets or presets, divided by commas, are compared in one table."
+    ),
+    "plan": (
+        "Find the fastest plan that fits a target: every mesh, microbatch and choice of what\n"
+        "layers keep is scored by formula, and the best are compiled for the target, so that no\n"
+        "plan is named that does not fit. Global batch and length of rows stay as they are.\n"
+        "Nothing is run or allocated."
     ),
     "bench": (
         "Measure what is there. kernels: each kernel's implementations on the device of this\n"
@@ -47,12 +59,12 @@ DESCRIPTION = {
 
 def add_arguments(parser: argparse.ArgumentParser, verb: str) -> None:
     """Declare the options of the verb."""
-    {"inspect": _inspect, "bench": _bench, "check": _check}[verb](parser)
+    {"inspect": _inspect, "plan": _plan, "bench": _bench, "check": _check}[verb](parser)
 
 
 def run(verb: str, args: argparse.Namespace, overrides: list[Override]) -> int:
     """Refuse what can be refused at once, then run the verb and return its exit code."""
-    if verb == "inspect" and args.list:
+    if verb in ("inspect", "plan") and args.list:
         return list_recipes(as_json=args.json)
     if verb == "bench" and args.what == "serve":
         return _bench_serve(args, overrides)
@@ -61,6 +73,8 @@ def run(verb: str, args: argparse.Namespace, overrides: list[Override]) -> int:
     if verb == "inspect" and args.recipe is not None and ":" not in args.recipe:
         for changes in preset_overrides(overrides):
             apply_overrides(recipe(args.recipe), changes)
+    if verb == "plan" and args.recipe is not None and ":" not in args.recipe:
+        apply_overrides(recipe(args.recipe), overrides)
     return importlib.import_module(f"colossax.cli.{verb}").run(verb, args, overrides)
 
 
@@ -76,25 +90,8 @@ def _inspect(parser: argparse.ArgumentParser) -> None:
         "recipe", metavar="RECIPE", nargs="?", help="a recipe of `colossax train`, or your own"
     )
     recipe_of_a_file(parser)
-    parser.add_argument(
-        "--target",
-        metavar="GPU:NODESxGPUS[@NETWORK]",
-        help=f"such as h100:1x8; GPUs: {', '.join(_gpu_keys())}; islands of several kinds or"
-        " networks are joined by +, as h100:2x8@ib+a100:2x8@roce; default: the recipe's own",
-    )
-    parser.add_argument(
-        "--network",
-        metavar="NAME",
-        default="ib",
-        help="between nodes, where the target names none: ib, roce or ethernet; default"
-        " %(default)s",
-    )
-    parser.add_argument(
-        "--between",
-        metavar="NAME",
-        default="ethernet",
-        help="between the islands of a target, likewise; default %(default)s",
-    )
+    _target(parser)
+    plan_of_a_file(parser)
     parser.add_argument(
         "--largest-microbatch",
         action="store_true",
@@ -121,6 +118,78 @@ def _inspect(parser: argparse.ArgumentParser) -> None:
         "  --plan.preset zero3,zero1   --plan.mesh fsdp=4,tensor=2   --plan.batch.microbatch 2\n"
         "  --data.seq_len 4096   --data.global_batch 64\n"
         "  --plan.offload auto   --plan.offload.device_gb 24   --plan.offload.host_gb 96  (per GPU)"
+    )
+
+
+def _target(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--target",
+        metavar="GPU:NODESxGPUS[@NETWORK]",
+        help=f"such as h100:1x8; GPUs: {', '.join(_gpu_keys())}; islands of several kinds or"
+        " networks are joined by +, as h100:2x8@ib+a100:2x8@roce; default: the recipe's own",
+    )
+    parser.add_argument(
+        "--network",
+        metavar="NAME",
+        default="ib",
+        help="between nodes, where the target names none: ib, roce or ethernet; default"
+        " %(default)s",
+    )
+    parser.add_argument(
+        "--between",
+        metavar="NAME",
+        default="ethernet",
+        help="between the islands of a target, likewise; default %(default)s",
+    )
+
+
+def _plan(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "recipe", metavar="RECIPE", nargs="?", help="a recipe of `colossax train`, or your own"
+    )
+    recipe_of_a_file(parser)
+    _target(parser)
+    parser.add_argument(
+        "--top",
+        metavar="K",
+        type=number(1, 20),
+        default=3,
+        help="plans to compile and name; default %(default)s",
+    )
+    parser.add_argument(
+        "--pin",
+        metavar="NAME=VALUE",
+        action="append",
+        default=[],
+        help="a mesh axis and its size, as tensor=4, or a dim of parameters and the axis that is to"
+        " split it, as embed=fsdp; again for more",
+    )
+    parser.add_argument(
+        "--forbid",
+        metavar="AXIS",
+        action="append",
+        default=[],
+        help="a mesh axis to leave out, as ring; again for more",
+    )
+    parser.add_argument(
+        "--device-gb",
+        metavar="X",
+        type=real(above(0)),
+        help="of a device's memory, what a plan may take; default what a step may",
+    )
+    parser.add_argument(
+        "--no-compile",
+        action="store_true",
+        help="name plans by formula alone, which may err by some percent of the memory",
+    )
+    parser.add_argument("--out", metavar="FILE", help="write the first plan here, for --plan FILE")
+    parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
+    parser.add_argument("--plot", metavar="FILE", help="write a picture (PNG) here")
+    parser.epilog = (
+        "any value of the recipe, by its dotted name:\n"
+        "  --data.seq_len 4096   --data.global_batch 64   --plan.precision.compute bfloat16\n"
+        "What is searched is found whatever --plan.* says of it: mesh, rules, microbatch, remat,\n"
+        "chunks of the loss."
     )
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from colossax.config import FrozenDict, Plan, Rules, nearest, preset, user_path
+from colossax.documents import read_json
 from colossax.errors import InputError
 from colossax.tasks import TrainConfig
 
@@ -22,7 +23,9 @@ _FALSE = ("false", "no", "off", "0")
 
 
 def apply_overrides(config: Any, overrides: Sequence[Override]) -> Any:
-    """`config` with every override put over it, `init` and `plan.preset` before all others.
+    """`config` with every override put over it, `init`, `plan` and `plan.preset` before all others.
+
+    `plan` is the path of a file, and takes the place of the whole plan.
 
     A checkpoint's model and what is said beside it need only fit together, not the recipe.
 
@@ -33,6 +36,9 @@ def apply_overrides(config: Any, overrides: Sequence[Override]) -> Any:
     for name, text in overrides:
         if name == "init" and isinstance(config, TrainConfig):
             fields = _initial(text)
+        if name == "plan":
+            config = dataclasses.replace(config, plan=plan_from_file(text))
+    for name, text in overrides:
         if name == "plan.preset":
             config = dataclasses.replace(config, plan=with_preset(config.plan, text))
     return _apply(
@@ -40,7 +46,7 @@ def apply_overrides(config: Any, overrides: Sequence[Override]) -> Any:
         [
             _Change(path=tuple(name.split(".")), text=text, name=name)
             for name, text in overrides
-            if name not in ("init", "plan.preset")
+            if name not in ("init", "plan", "plan.preset")
         ],
         fields,
     )
@@ -56,6 +62,17 @@ def _initial(text: str) -> dict[str, Any]:
     fields: dict[str, Any] = {"init": path, "model": initial_model(path)}
     adapter = initial_adapter(path)
     return fields if adapter is None else {**fields, "adapter": adapter}
+
+
+def plan_from_file(text: str) -> Plan:
+    """The plan in a file, as `colossax plan --out` and `Plan.to_json` write it.
+
+    Raises:
+        InputError: There is none that can be read.
+    """
+    path = user_path(text, "--plan")
+    remedy = "give a plan that colossax plan --out wrote"
+    return Plan.from_json(read_json(path, remedy=f"--plan: {remedy}"))
 
 
 def with_preset(plan: Plan, name: str) -> Plan:

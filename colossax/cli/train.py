@@ -19,6 +19,7 @@ from colossax.cli.arguments import (
     Parser,
     keeping,
     number,
+    plan_of_a_file,
     recipe_of_a_file,
     several_processes,
 )
@@ -128,6 +129,7 @@ def add_arguments(parser: Parser, _verb: str) -> None:
     )
     values.add_argument("--base", metavar="CHECKPOINT", help=BASE_HELP)
     values.add_argument("--data", metavar="PATH", help="text, JSONL or Parquet, a file or a folder")
+    plan_of_a_file(parser)
     keeping(parser)
     several_processes(parser)
     parser.prepare = functools.partial(_tell_values, parser)
@@ -222,6 +224,8 @@ def configure(args: argparse.Namespace, overrides: list[Override]) -> TrainConfi
         given.append(("init", args.base))
     if args.data is not None:
         given.append(("data.path", args.data))
+    if args.plan is not None:
+        given.append(("plan", args.plan))
     given += overrides
     config = _asked(args, before, has_task=written is not None)
     if isinstance(config, OwnTask):

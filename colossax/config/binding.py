@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 
 import jax
@@ -35,7 +36,7 @@ class BoundPlan:
 
     def size(self, axes: Sequence[str]) -> int:
         """Devices along these mesh axes together."""
-        return int(np.prod([self.mesh.shape[axis] for axis in axes], initial=1))
+        return math.prod(self.mesh.shape[axis] for axis in axes)
 
     @property
     def rules(self) -> Rules:

@@ -184,14 +184,14 @@ class Plan:
         return json.dumps(to_json(self), sort_keys=True)
 
     @classmethod
-    def from_json(cls, text: str) -> "Plan":
-        """The plan `to_json` wrote.
+    def from_json(cls, text: str | Mapping[str, Any]) -> "Plan":
+        """The plan `to_json` wrote, or the object in that text.
 
         Raises:
             PlanError: Not JSON, an unknown field, or a value that does not fit.
         """
         try:
-            data = parse_json(text, (dict, list))
+            data = parse_json(text, (dict, list)) if isinstance(text, str) else dict(text)
         except ValueError as problem:
             raise PlanError(f"plan: not JSON ({problem}); write it with Plan.to_json") from problem
         return from_json(cls, data, where="plan", error=PlanError)

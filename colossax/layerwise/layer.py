@@ -62,6 +62,9 @@ class Layer:
     Attributes:
         kept: Shapes of what backward needs beside parameters, side inputs and number.
         residuals: Where each array that backward needs comes from.
+        equations: As traced, from parameters, carry, side inputs and number to the layer's output
+            and all that backward needs.
+        out: Shapes of its output.
     """
 
     kept: tuple[jax.ShapeDtypeStruct, ...]
@@ -88,14 +91,14 @@ class Layer:
         self._inputs = shapes_of((params, carry, side, jax.ShapeDtypeStruct((), jnp.int32)))
         traced, (self.out, vjp) = jax.make_jaxpr(call, return_shape=True)(*self._inputs)
         leaves, self._transpose = jax.tree.flatten(vjp)
-        self._equations = Equations(traced)
+        self.equations = Equations(traced)
         self._outputs = jax.tree.structure(self.out)
         self.residuals = self._origins(len(leaves))
         wanted = zip(leaves, self.residuals, strict=True)
         self.kept = tuple(leaf for leaf, each in wanted if each.source == "kept")
 
     def _origins(self, count: int) -> tuple[Residual, ...]:
-        equations, leaves = self._equations, [len(jax.tree.leaves(x)) for x in self._inputs]
+        equations, leaves = self.equations, [len(jax.tree.leaves(x)) for x in self._inputs]
         names = ("params", "carry", "side", "number")
         places = [(n, i) for n, many in zip(names, leaves, strict=True) for i in range(many)]
         inputs = dict(zip(equations.inputs, places, strict=True))
@@ -121,7 +124,7 @@ class Layer:
         self, params: Any, carry: Any, side: Any, number: Array
     ) -> tuple[Any, tuple[Array, ...]]:
         """`((carry, sums), kept)`, the kept shaped as `self.kept`."""
-        results = self._equations(*jax.tree.leaves((params, carry, side, number)))
+        results = self.equations(*jax.tree.leaves((params, carry, side, number)))
         out = self._outputs.num_leaves
         pairs = zip(results[out:], self.residuals, strict=True)
         kept = tuple(leaf for leaf, each in pairs if each.source == "kept")

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
@@ -56,12 +57,9 @@ def resolve(
     entries = []
     for dim, size, chosen in zip(dims, shape, _chosen(bound, role, dims, shape), strict=True):
         axes = tuple(axis for axis in chosen if axis not in drop)
-        axes = _dividing(bound, axes, size, _optional(role, dim))
-        entries.append(_fit(bound, axes, dim, size, name))
+        axes = dividing(bound, axes, size, optional_axes(role, dim))
+        entries.append(fit(bound, axes, dim, size, name))
     return PartitionSpec(*entries)
-
-
-_STORED = frozenset({"params", "weights", "gradients", "optimizer"})
 
 
 def left_whole(bound: BoundPlan, role: str, dims: Dims, shape: Sequence[int]) -> tuple[str, ...]:
@@ -73,7 +71,7 @@ def left_whole(bound: BoundPlan, role: str, dims: Dims, shape: Sequence[int]) ->
         axis
         for dim, size, axes in zip(dims, shape, _chosen(bound, role, dims, shape), strict=True)
         for axis in axes
-        if axis not in _dividing(bound, axes, size, _optional(role, dim))
+        if axis not in dividing(bound, axes, size, optional_axes(role, dim))
     )
 
 
@@ -84,9 +82,9 @@ def _chosen(bound: BoundPlan, role: str, dims: Dims, shape: Sequence[int]) -> li
     found = []
     for dim, size in zip(dims, shape, strict=True):
         if dim in _BESIDE_EXPERTS:
-            choice = _left(_choose(rules, dim, set()), taken)
+            choice = _left(choose(rules, dim, set()), taken)
         else:
-            choice = _choose(rules, dim, taken)
+            choice = choose(rules, dim, taken)
         if dim == "experts":
             group = expert_group(bound, size)
             choice = tuple(axis for axis in choice if axis in group)
@@ -123,13 +121,15 @@ def _left(choice: Sequence[str], taken: set[str]) -> tuple[str, ...]:
     return tuple(axis for axis in choice if axis not in taken)
 
 
-def _optional(role: str, dim: str | None) -> frozenset[str]:
-    """Axes along which an array may stay whole: no stage needs a part of what is no layer."""
-    whole: set[str] = set() if dim == "layers" else {MeshAxis.STAGE.value}
-    return frozenset(whole.union(SEQUENCE_AXES) if role in _STORED else whole)
+def choose(rules: Mapping, dim: str | None, taken: set[str]) -> tuple[str, ...]:
+    """The first choice that is free."""
+    if dim is None:
+        return ()
+    choices = rules.get(dim, rules.get(dim.split(":")[0], ()))
+    return next((choice for choice in choices if not taken.intersection(choice)), ())
 
 
-def _dividing(
+def dividing(
     bound: BoundPlan, axes: Sequence[str], size: int, optional: frozenset[str]
 ) -> tuple[str, ...]:
     """These without optional ones that do not divide what the others leave."""
@@ -144,20 +144,14 @@ def _dividing(
     return tuple(kept)
 
 
-def _choose(rules: Mapping, dim: str | None, taken: set[str]) -> tuple[str, ...]:
-    """The first choice that is free."""
-    if dim is None:
-        return ()
-    choices = rules.get(dim, rules.get(dim.split(":")[0], ()))
-    return next((choice for choice in choices if not taken.intersection(choice)), ())
+def optional_axes(role: str, dim: str | None) -> frozenset[str]:
+    """Axes along which an array may stay whole: no stage needs a part of what is no layer."""
+    whole: set[str] = set() if dim == "layers" else {MeshAxis.STAGE.value}
+    return frozenset(whole if role in ("activations", "cache") else whole.union(SEQUENCE_AXES))
 
 
-def _used(bound: BoundPlan, axes: Sequence[str]) -> tuple[str, ...]:
-    """Those of size above 1."""
-    return tuple(axis for axis in axes if bound.mesh.shape[axis] > 1)
-
-
-def _fit(bound: BoundPlan, axes: tuple[str, ...], dim: str | None, size: int, name: str):
+def fit(bound: BoundPlan, axes: tuple[str, ...], dim: str | None, size: int, name: str) -> Any:
+    """An entry of a PartitionSpec; refuses axes that do not divide the size."""
     devices = bound.size(axes)
     if size % devices:
         if dim in REPLICABLE_DIMS and devices % size == 0:
@@ -170,6 +164,11 @@ def _fit(bound: BoundPlan, axes: tuple[str, ...], dim: str | None, size: int, na
             f" does not divide; {instead}choose a size of '{label}' that divides {size}"
         )
     return axes if len(axes) > 1 else (axes[0] if axes else None)
+
+
+def _used(bound: BoundPlan, axes: Sequence[str]) -> tuple[str, ...]:
+    """Those of size above 1."""
+    return tuple(axis for axis in axes if bound.mesh.shape[axis] > 1)
 
 
 def batch_axes(bound: BoundPlan) -> frozenset[str]:
@@ -194,7 +193,7 @@ def seq_axes(bound: BoundPlan) -> tuple[str, ...]:
 
 def activation_axes(bound: BoundPlan, dim: str) -> tuple[str, ...]:
     """Mesh axes of size above 1 that split a dim of an activation which has no dim before it."""
-    return _used(bound, _choose(bound.rules.activations, dim, set()))
+    return _used(bound, choose(bound.rules.activations, dim, set()))
 
 
 def home(bound: BoundPlan, info: ParamInfo) -> BoundPlan:

@@ -21,9 +21,9 @@ from colossax.aot import (
     parse_target,
     target_devices,
 )
-from colossax.cli.inspect import describe
 from colossax.config import AttentionConfig, BatchConfig, OffloadConfig, Precision, preset
 from colossax.planner import inspect_run, largest_microbatch
+from colossax.planner.telling import describe
 from colossax.recipes import RECIPES, recipe
 from colossax.sharding import host_sharding
 from colossax.tasks import task_of

@@ -6,7 +6,6 @@ import json
 import pytest
 
 from colossax.aot import MemoryReport, Program, parse_target
-from colossax.cli.inspect import describe, describe_many
 from colossax.config import Precision
 from colossax.pipeline import Costs, schedule, simulate
 from colossax.planner import Inspection, compare
@@ -20,6 +19,7 @@ from colossax.planner.counting.traffic import (
     HostTraffic,
     host_traffic,
 )
+from colossax.planner.telling import describe, describe_many
 from colossax.recipes import recipe
 from colossax.step.offloaded.disk import DiskCost
 from tests.aot.test_transfers import ADD, DOT, FETCH, FETCHED, ON_HOST, program

@@ -52,7 +52,7 @@ def _draw_bars(figure, by_name: Mapping[str, Inspection]) -> None:
     names = list(by_name)
     terms = {term for one in by_name.values() for term, size in one.memory.terms.items() if size}
     weight = {t: max(one.memory.terms.get(t, 0) for one in by_name.values()) for t in terms}
-    _stack(
+    stack_bars(
         memory,
         names,
         {
@@ -65,7 +65,7 @@ def _draw_bars(figure, by_name: Mapping[str, Inspection]) -> None:
         memory.plot([limit, limit], [at - 0.45, at + 0.45], color="black", linewidth=2)
     memory.set_xlabel("device memory in GiB; black: what the GPU has")
     axes = sorted({link.totals.axis for one in by_name.values() for link in one.links})
-    _stack(
+    stack_bars(
         sent,
         names,
         {
@@ -79,7 +79,8 @@ def _draw_bars(figure, by_name: Mapping[str, Inspection]) -> None:
     sent.set_xlabel("bytes sent per device and step in rings, in GB, by mesh axis")
 
 
-def _stack(axes, names: list[str], parts: Mapping[str, list[float]]) -> None:
+def stack_bars(axes, names: list[str], parts: Mapping[str, list[float]]) -> None:
+    """A bar for each name, made of what each part has of it; a legend below."""
     left = [0.0] * len(names)
     for number, (label, widths) in enumerate(parts.items()):
         hatch = "//" if number >= 10 else None

@@ -49,6 +49,11 @@ def traced_flops(jaxpr: Any) -> TracedFlops:
     return TracedFlops(flops=flops, left_out=tuple(sorted(left_out)), float8_flops=float8)
 
 
+def equation_flops(eqn: Any) -> int:
+    """Of one equation and what stands in it; of kernels that do not say theirs, none."""
+    return _of(eqn, _ALL, set())
+
+
 def _flops(jaxpr: Any, counted: Mapping[str, Callable[[Any], int]], left_out: set[str]) -> int:
     """Of a program those that primitives of these names are said to take."""
     return sum(_of(eqn, counted, left_out) for eqn in jaxpr.eqns)

@@ -1,0 +1,169 @@
+"""Bytes of a device by formula.
+
+States, gradients and what is kept for backward follow from shapes and rules. What a step works with
+beside them depends on how the compiler orders it, so its terms have coefficients, fitted to
+compiled programs by bench/planner.py, which tells how far off they are.
+"""
+
+import dataclasses
+import math
+
+import numpy as np
+
+from colossax.planner.profiling import KeptArray, LayerKind, ModelProfile
+from colossax.planner.searching.parts import Parts
+from colossax.planner.searching.sends import Tokens
+from colossax.typing import ParamInfo
+
+GATHERED, HIDDEN, STREAM, LOGITS, HEAD = 2.0, 4.0, 4.0, 1.0, 1.0
+"""Coefficients of `_working`: see there."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Bytes:
+    """Of one device.
+
+    Attributes:
+        states: Parameters and optimizer state.
+        gradients: Of layers while backward goes on, and of microbatches that are added up.
+        kept: Of a forward pass for its backward.
+        working: While a layer or the loss is computed.
+    """
+
+    states: float
+    gradients: float
+    kept: float
+    working: float
+
+    @property
+    def terms(self) -> dict[str, float]:
+        """By name, for people."""
+        return {
+            "parameters and optimizer": self.states,
+            "gradients": self.gradients,
+            "saved": self.kept,
+            "working set": self.working,
+        }
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return self.states + self.gradients + self.kept + self.working
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stored:
+    """What does not depend on the batch.
+
+    Attributes:
+        states: See `Bytes`.
+        layer_gradients: Of all layers.
+        gradients: Of all parameters.
+        gathered: The largest layer, whole along the axes that split tokens, in the compute dtype.
+        head: Likewise of the largest matrix outside of layers, in float32.
+        widest: Bytes of the most numbers that a layer makes of a token at once.
+        stream: Of what goes from layer to layer, of a token.
+        logits: Of a token, in float32.
+    """
+
+    states: float
+    layer_gradients: float
+    gradients: float
+    gathered: float
+    head: float
+    widest: float
+    stream: float
+    logits: float
+
+
+def stored(profile: ModelProfile, parts: Parts) -> Stored:
+    """What a mesh holds of a model whatever the batch is."""
+    precision = parts.bound.plan.precision
+    compute = np.dtype(precision.compute).itemsize
+    adds = np.dtype(precision.accumulation).itemsize
+    states = gradients = layers = head = 0.0
+    for info, moment, learns in zip(profile.infos, profile.moments, profile.learns, strict=True):
+        numbers = math.prod(info.shape)
+        at_rest = info.at_rest(precision.params).itemsize
+        states += numbers * at_rest / _part(parts, "params", info)
+        states += numbers * moment / _part(parts, "optimizer", info)
+        own = learns * adds * numbers / _part(parts, "gradients", info)
+        gradients += own
+        layers += own * (info.total_layers is not None)
+        if info.total_layers is None:
+            head = max(head, 4 * numbers / _part(parts, "weights", info))
+    gathered = max((_gathered(profile, parts, kind) for kind in profile.kinds), default=0.0)
+    return Stored(
+        states=states,
+        layer_gradients=layers,
+        gradients=gradients,
+        gathered=compute * gathered,
+        head=head,
+        widest=compute * max((_widest(profile, kind) for kind in profile.kinds), default=0.0),
+        stream=compute * profile.width,
+        logits=4.0 * profile.vocab,
+    )
+
+
+def kept_bytes(
+    kind: LayerKind, names: frozenset[str], tensor: int, tokens: Tokens, of: int
+) -> float:
+    """Of one call of a layer, what backward gets.
+
+    Args:
+        kind: Of layer.
+        names: That its policy keeps.
+        tensor: Devices along that axis.
+        tokens: Of a microbatch.
+        of: Tokens that were traced.
+    """
+    total = 0.0
+    for array in kind.traced.kept:
+        if array.name == "input":
+            total += array.bytes / of * tokens.held
+        elif array.name in names:
+            total += array.bytes / of * tokens.inside / _tensor_part(array, tensor)
+    return total
+
+
+def working(one: Stored, tensor: int, tokens: Tokens, vocab_chunks: int) -> float:
+    """What a device needs while it computes; see the module."""
+    return (
+        GATHERED * one.gathered
+        + HIDDEN * tokens.inside * one.widest / tensor
+        + STREAM * tokens.inside * one.stream
+        + LOGITS * tokens.inside * one.logits / tensor / vocab_chunks
+        + HEAD * one.head
+    )
+
+
+def _widest(profile: ModelProfile, kind: LayerKind) -> float:
+    """Of a layer's maps the most numbers that one makes of a token."""
+    widest = 0.0
+    for one in kind.traced.maps:
+        info = profile.infos[kind.leaves[one.leaf]]
+        shape = info.shape[info.total_layers is not None :]
+        read = math.prod(shape[: one.contracted] if one.first else shape[-one.contracted :])
+        experts = shape[0] if "experts" in info.dims else 1
+        widest = max(widest, one.flops / (2 * profile.tokens) / (read / experts))
+    return widest
+
+
+def _gathered(profile: ModelProfile, parts: Parts, kind: LayerKind) -> float:
+    """Numbers of a call's parameters as matmuls want them."""
+    infos = [profile.infos[at] for at in kind.leaves if at >= 0]
+    return sum(
+        math.prod(info.shape) / info.shape[0] / _part(parts, "weights", info) for info in infos
+    )
+
+
+def _part(parts: Parts, role: str, info: ParamInfo) -> int:
+    return parts.size(parts.axes(role, info.dims, info.shape))
+
+
+def _tensor_part(array: KeptArray, tensor: int) -> int:
+    """By how much `tensor` divides what has heads or hidden units as its third dim, or its second:
+
+    it is the last but one of keys, and the last of hidden states."""
+    divided = array.shape[2] if len(array.shape) > 3 else max(array.shape[1:])
+    return tensor if divided % tensor == 0 else 1

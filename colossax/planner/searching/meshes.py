@@ -1,0 +1,119 @@
+"""Every mesh that a model, its batch and the nodes of a target allow."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator, Mapping
+
+from colossax.aot import Target
+from colossax.config import MeshAxis, Plan, preset
+from colossax.config.rules import Rules
+from colossax.planner.profiling import ModelProfile
+
+AXES = (
+    MeshAxis.DATA,
+    MeshAxis.FSDP,
+    MeshAxis.EXPERT,
+    MeshAxis.RING,
+    MeshAxis.ULYSSES,
+    MeshAxis.TENSOR,
+)
+"""Axes that are searched, outer first."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What bounds the sizes of axes.
+
+    Attributes:
+        rows: Of a global batch.
+        tokens: Of a row.
+        heads: Of attention; 0 where layers do not name theirs.
+        experts: Of a mixture; 0 without one.
+    """
+
+    rows: int
+    tokens: int
+    heads: int
+    experts: int
+
+
+def limits_of(profile: ModelProfile) -> Limits:
+    """Read off the traced layers."""
+    heads = [
+        array.shape[2]
+        for kind in profile.kinds
+        for array in kind.traced.kept
+        if array.name == "qkv" and len(array.shape) == 4
+    ]
+    experts = [
+        info.shape[info.dims.index("experts")] for info in profile.infos if "experts" in info.dims
+    ]
+    return Limits(
+        rows=profile.rows,
+        tokens=profile.tokens,
+        heads=functools.reduce(math.gcd, heads, 0),
+        experts=functools.reduce(math.gcd, experts, 0),
+    )
+
+
+def meshes(target: Target, limits: Limits, pinned: Mapping[str, int]) -> Iterator[dict[str, int]]:
+    """Sizes by axis whose product is the target's devices; those that are pinned are as given.
+
+    `tensor` and `ulysses` wait for every message, so they stay within a node.
+    """
+    for sizes in _factors(target.size, len(AXES)):
+        mesh = {axis.value: size for axis, size in zip(AXES, sizes, strict=True)}
+        if all(mesh[axis] == size for axis, size in pinned.items()) and _allowed(
+            mesh, target, limits, pinned
+        ):
+            yield mesh
+
+
+def _allowed(
+    mesh: Mapping[str, int], target: Target, limits: Limits, pinned: Mapping[str, int]
+) -> bool:
+    tensor, ulysses = mesh[MeshAxis.TENSOR], mesh[MeshAxis.ULYSSES]
+    ring, expert = mesh[MeshAxis.RING], mesh[MeshAxis.EXPERT]
+    inner = tensor * ulysses
+    if target.gpus % inner and not {MeshAxis.TENSOR, MeshAxis.ULYSSES} & pinned.keys():
+        return False
+    if limits.rows % (mesh[MeshAxis.DATA] * mesh[MeshAxis.FSDP] * expert):
+        return False
+    if expert > 1 and (not limits.experts or limits.experts % expert):
+        return False
+    if inner * ring > 1 and not limits.heads:
+        return False
+    if inner > 1 and limits.heads % inner:
+        return False
+    # Rings are balanced by two chunks of a row on each device.
+    return not limits.tokens % (ulysses * ring * (2 if ring > 1 else 1))
+
+
+@functools.cache
+def _factors(number: int, count: int) -> tuple[tuple[int, ...], ...]:
+    if count == 1:
+        return ((number,),)
+    return tuple(
+        (first, *rest)
+        for first in range(1, number + 1)
+        if number % first == 0
+        for rest in _factors(number // first, count - 1)
+    )
+
+
+def ruled(plan: Plan, mesh: Mapping[str, int]) -> Iterator[tuple[str, Plan]]:
+    """The plan on a mesh, by each preset that makes a difference there, with the preset's name."""
+    tensor = "+megatron_sp" if mesh[MeshAxis.TENSOR] > 1 else ""
+    for name in ("zero3", *(["zero2"] if mesh[MeshAxis.FSDP] > 1 else [])):
+        rules = rules_of(name + tensor)
+        yield (
+            name + tensor,
+            plan.replace(mesh={axis: size for axis, size in mesh.items() if size > 1}, rules=rules),
+        )
+
+
+@functools.cache
+def rules_of(name: str) -> Rules:
+    """Of a preset."""
+    return preset(name).rules

@@ -1,0 +1,290 @@
+"""All meshes, microbatches and policies scored; the best of each mesh kept, the fastest first."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from colossax.aot import Target
+from colossax.config import (
+    SAVEABLE,
+    BatchConfig,
+    FrozenDict,
+    LossConfig,
+    PipelineConfig,
+    Plan,
+    Segment,
+)
+from colossax.errors import PlanError
+from colossax.planner.profiling import ModelProfile
+from colossax.planner.searching.meshes import limits_of, meshes, ruled
+from colossax.planner.searching.parts import Choices
+from colossax.planner.searching.policies import Policy, fastest_mix
+from colossax.planner.searching.predicting import OnMesh, Policies, Prediction
+
+_CHUNKS = (1, 8, 32)
+"""Of the vocabulary, beside what the plan has."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A plan and what formulas say of it.
+
+    Attributes:
+        label: Mesh and rules, for people.
+        plan: The plan.
+        predicted: Bytes and seconds.
+    """
+
+    label: str
+    plan: Plan
+    predicted: Prediction
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON types."""
+        return {"label": self.label, **self.predicted.to_json()}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Found:
+    """What a search came to.
+
+    Attributes:
+        candidates: The fastest of each mesh and preset that fits, the fastest first.
+        smallest: Of what does not fit, that which needs least; None where all do.
+        scored: Plans that were scored.
+    """
+
+    candidates: tuple[Candidate, ...]
+    smallest: Candidate | None
+    scored: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What a search is told.
+
+    Attributes:
+        sizes: Of mesh axes, that are to be as given.
+        forbidden: Mesh axes that are to be left out.
+        dims: Logical dims of parameters, with the mesh axes that are to split each.
+    """
+
+    sizes: Mapping[str, int] = FrozenDict()
+    forbidden: frozenset[str] = frozenset()
+    dims: Mapping[str, tuple[str, ...]] = FrozenDict()
+
+    @property
+    def pinned(self) -> dict[str, int]:
+        """Sizes of axes, those that are left out among them."""
+        return {**self.sizes, **dict.fromkeys(self.forbidden, 1)}
+
+    def allows(self, on_mesh: OnMesh) -> bool:
+        """Whether the dims lie as they are to."""
+        for info in on_mesh.profile.infos:
+            for dim, size in zip(info.dims, info.shape, strict=True):
+                if dim in self.dims:
+                    found = on_mesh.parts.axes("params", (dim,), (size,))
+                    if not set(self.dims[dim]) <= set(found):
+                        return False
+        return True
+
+
+NOTHING_ASKED = Asked()
+
+
+def search(
+    profile: ModelProfile,
+    plan: Plan,
+    target: Target,
+    *,
+    room: float,
+    asked: Asked = NOTHING_ASKED,
+    margin: float = 0.98,
+) -> Found:
+    """Every layout of a model, by formula.
+
+    Args:
+        profile: The model.
+        plan: Mesh, rules, batch, segments and chunks of the loss are replaced, all else stays.
+        target: Where.
+        room: Bytes of a device.
+        asked: What is given or ruled out.
+        margin: Share of `room` that formulas may fill, as they err.
+
+    Raises:
+        PlanError: No mesh that was asked for divides the model and its batch.
+    """
+    room *= margin
+    found: list[Candidate] = []
+    smallest: Candidate | None = None
+    scored, choices = 0, dict[str, Choices]()
+    for mesh in meshes(target, limits_of(profile), asked.pinned):
+        for name, ruled_plan in ruled(_bare(plan), mesh):
+            if name not in choices:
+                choices[name] = Choices(ruled_plan.effective_rules)
+            try:
+                on_mesh = OnMesh(profile, ruled_plan, target, choices[name])
+            except PlanError:
+                continue
+            if not asked.allows(on_mesh):
+                continue
+            label = " ".join([*(f"{axis}={n}" for axis, n in mesh.items() if n > 1), name])
+            best, least, count = _best(on_mesh, plan.loss.vocab_chunks, room)
+            scored += count
+            one = _candidate(label, ruled_plan, on_mesh, least if best is None else best)
+            if best is not None:
+                found.append(one)
+            elif smallest is None or least.bytes < smallest.predicted.bytes.total:
+                smallest = one
+    if not scored:
+        raise PlanError(_no_mesh(profile, target, asked))
+    ordered = sorted(found, key=lambda one: one.predicted.seconds.total)
+    return Found(candidates=tuple(ordered), smallest=smallest, scored=scored)
+
+
+def again(
+    profile: ModelProfile, one: Candidate, target: Target, *, room: float
+) -> Candidate | None:
+    """The fastest on a candidate's mesh that formulas fit into `room`; None where nothing does."""
+    on_mesh = OnMesh(profile, one.plan, target)
+    best, _, _ = _best(on_mesh, one.plan.loss.vocab_chunks, room)
+    return None if best is None else _candidate(one.label, one.plan, on_mesh, best)
+
+
+def _candidate(label: str, plan: Plan, on_mesh: OnMesh, chosen: "_Scored") -> Candidate:
+    return Candidate(
+        label=label,
+        plan=_with(plan, chosen),
+        predicted=on_mesh.predicted(chosen.rows, chosen.mix, chosen.chunks),
+    )
+
+
+def _no_mesh(profile: ModelProfile, target: Target, asked: Asked) -> str:
+    given = ", ".join(f"{axis}={size}" for axis, size in asked.pinned.items())
+    given += ", ".join(f"{dim}={'+'.join(axes)}" for dim, axes in asked.dims.items())
+    told = f" with {given}" if given else ""
+    return (
+        f"plan: no mesh of {target.size} devices{told} divides {profile.rows} rows of"
+        f" {profile.tokens} tokens and the model's heads and widths; give another --target"
+        f" or --data.global_batch{', or pin less' if given else ''}"
+    )
+
+
+def _bare(plan: Plan) -> Plan:
+    """Without what is searched."""
+    return plan.replace(
+        mesh={"data": 1},
+        tensor_layout="1d",
+        tensor_matmul="auto",
+        batch=BatchConfig(),
+        pipeline=PipelineConfig(),
+        segments=(Segment(remat="full"),),
+        offload=plan.offload.settled,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Scored:
+    """One way to run on a mesh."""
+
+    seconds: float
+    bytes: float
+    rows: int
+    chunks: int
+    mix: Policies
+
+
+def _best(mesh: OnMesh, chunks: int, room: float) -> tuple[_Scored | None, _Scored, int]:
+    """The fastest that fits on one mesh, that which needs least, and how many were scored."""
+    best = least = None
+    scored = 0
+    for rows in _divisors(mesh.rows):
+        for pieces in sorted({chunks, *_CHUNKS}):
+            scored += 1
+            one = _scored(mesh, rows, pieces, room)
+            if least is None or one.bytes < least.bytes:
+                least = one
+            if one.bytes <= room:
+                if best is None or one.seconds < best.seconds:
+                    best = one
+                break  # more pieces are for where fewer do not fit
+        else:
+            break  # more rows need more
+    assert least is not None
+    return best, least, scored
+
+
+def _scored(mesh: OnMesh, rows: int, chunks: int, room: float) -> _Scored:
+    mix = _mix(mesh, rows, chunks, room)
+    predicted = mesh.predicted(rows, mix, chunks)
+    return _Scored(
+        seconds=predicted.seconds.total,
+        bytes=predicted.bytes.total,
+        rows=rows,
+        chunks=chunks,
+        mix=mix,
+    )
+
+
+def _mix(mesh: OnMesh, rows: int, chunks: int, room: float) -> Policies:
+    """What layers keep; where nothing fits, nothing but their inputs."""
+    kinds, tokens = mesh.profile.kinds, mesh.tokens(rows)
+    full = [[(kind.calls, frozenset[str]())] for kind in kinds]
+    common = set.intersection(*(set(kind.traced.again) for kind in kinds)) if kinds else set()
+    left = room - mesh.bytes(rows, 0.0, chunks).total
+    policies = [
+        Policy(
+            names=one,
+            seconds=sum(k.calls * mesh.compute(at, one, tokens) for at, k in enumerate(kinds)),
+            bytes=sum(k.calls * mesh.kept(at, one, tokens) for at, k in enumerate(kinds)),
+        )
+        for one in sorted(common, key=sorted)
+    ]
+    if len(kinds) == 1:
+        layers = kinds[0].calls
+        each = [
+            dataclasses.replace(one, seconds=one.seconds / layers, bytes=one.bytes / layers)
+            for one in policies
+        ]
+        mix = fastest_mix(each, layers, left)
+        return full if mix is None else [[(count, one.names) for count, one in mix]]
+    fitting = [one for one in policies if one.bytes <= left]
+    if not fitting:
+        return full
+    chosen = min(fitting, key=lambda one: one.seconds)
+    return [[(kind.calls, chosen.names)] for kind in kinds]
+
+
+def _with(plan: Plan, one: _Scored) -> Plan:
+    """The plan that runs so."""
+    runs = one.mix[0] if len(one.mix) == 1 else [(-1, one.mix[0][0][1])]
+    runs = [(-1, runs[0][1])] if len(runs) == 1 else runs
+    segments = tuple(Segment(count=count, remat=_remat(names)) for count, names in runs)
+    return plan.replace(
+        batch=BatchConfig(microbatch=one.rows),
+        segments=segments,
+        loss=LossConfig(vocab_chunks=one.chunks),
+    )
+
+
+def _remat(names: frozenset[str]) -> str:
+    return "+".join(name for name in SAVEABLE if name in names) or "full"
+
+
+def _divisors(number: int) -> Sequence[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def told(one: Candidate) -> str:
+    """Microbatches and policies of a plan, for people."""
+    plan, count = one.plan, one.predicted.microbatches
+    rows = plan.batch.microbatch
+    layers = [
+        f"{'all' if part.count == -1 else part.count} layers"
+        + (" recompute all" if part.remat == "full" else f" keep {part.remat}")
+        for part in plan.segments
+    ]
+    return (
+        f"{rows} row{'s' if rows != 1 else ''} of each device at a time,"
+        f" {count} time{'s' if count != 1 else ''} a step; {', '.join(layers)}"
+    )

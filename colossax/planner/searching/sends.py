@@ -1,0 +1,302 @@
+"""What a device sends in a step by formula: weights, gradients, activations, keys and values.
+
+Of a collective over `n` devices whose whole is `V` bytes (what is gathered, or what is scattered),
+each sends `(n - 1) / n V` in a ring, and twice that where all get the sum. tests/planner and
+bench/planner.py count the same in compiled programs.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from colossax.config import RING_AXES, MeshAxis
+from colossax.planner.profiling import LayerKind, Map, ModelProfile
+from colossax.planner.searching.parts import Parts
+from colossax.sharding import activation_axes
+from colossax.sharding.rules import TABLE_WIDTH
+from colossax.typing import ParamInfo
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sent:
+    """Collectives of one kind along the same axes.
+
+    Attributes:
+        kind: As XLA calls it.
+        axes: Mesh axes.
+        bytes: That a device sends in a ring, a microbatch.
+        times: How many collectives those are.
+        hidden: Whether they wait for nothing that is computed just before, so that compute beside
+            them can hide them.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    bytes: float
+    times: float
+    hidden: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tokens:
+    """Of a microbatch.
+
+    Attributes:
+        inside: On a device inside of a layer.
+        held: On a device between the layers, where `tensor` may split them too.
+    """
+
+    inside: float
+    held: float
+
+
+Widths = tuple[float, list[tuple[int, float]]]
+"""See `widths`."""
+
+
+def weights_sent(profile: ModelProfile, parts: Parts) -> tuple[Sent, ...]:
+    """Gathers of weights and sums of their gradients, in a microbatch."""
+    found: list[Sent] = []
+    for kind in profile.kinds:
+        leaves = [profile.infos[at] for at in kind.leaves if at >= 0]
+        found += _times(_weights(parts, leaves, passes=2), kind.calls)
+    inside = {at for kind in profile.kinds for at in kind.leaves}
+    ends = [info for at, info in enumerate(profile.infos) if at not in inside]
+    return _joined(found + _weights(parts, ends, passes=1))
+
+
+def states_sent(profile: ModelProfile, parts: Parts) -> tuple[Sent, ...]:
+    """New parameters, once a step, to devices that have parts of the optimizer's state alone."""
+    found: list[Sent] = []
+    for info in profile.infos:
+        stored = parts.axes("params", info.dims, info.shape)
+        state = parts.axes("optimizer", info.dims, info.shape)
+        axes = tuple(axis for axis in state if axis not in stored)
+        if (n := parts.size(axes)) > 1:
+            at_rest = info.at_rest(parts.bound.plan.precision.params).itemsize
+            size = math.prod(info.shape) / parts.size(stored) * at_rest
+            found.append(_sent("all-gather", axes, (n - 1) / n * size, 1, False))
+    return _joined(found)
+
+
+def tokens_sent(
+    profile: ModelProfile,
+    parts: Parts,
+    split: Sequence[Widths],
+    tokens: Tokens,
+    kept: Sequence[frozenset[str]],
+) -> tuple[Sent, ...]:
+    """What a device sends for its tokens, in a microbatch.
+
+    Args:
+        profile: The model.
+        parts: Plan and mesh.
+        split: Of each kind of layer, see `widths`.
+        tokens: Of the microbatch.
+        kept: Of each kind of layer, the names that its policy keeps.
+    """
+    found: list[Sent] = []
+    for kind, names, wide in zip(profile.kinds, kept, split, strict=True):
+        found += _times(_activations(parts, kind, wide, tokens, names), kind.calls)
+        found += _times(_attention(parts, kind, tokens, names), kind.calls)
+        found += _times(_experts(profile, parts, kind, tokens), kind.calls)
+    return _joined(found + _ends(profile, parts, tokens))
+
+
+def _weights(parts: Parts, infos: Iterable[ParamInfo], passes: int) -> list[Sent]:
+    """Gathers of weights for each pass, and sums of their gradients."""
+    plan, found = parts.bound.plan, []
+    compute = np.dtype(plan.precision.compute).itemsize
+    reduction = np.dtype(plan.precision.reduction or plan.precision.compute).itemsize
+    for info in infos:
+        shape, dims = info.shape, info.dims
+        whole = parts.axes("weights", dims, shape)
+        stored = parts.axes("params", dims, shape)
+        summed = parts.axes("gradients", dims, shape)
+        numbers = math.prod(shape) / _layers(info) / parts.size(whole)
+        gathered = tuple(axis for axis in stored if axis not in whole)
+        matrix = len(shape) - (info.total_layers is not None) > 1
+        wide = compute if matrix else 4
+        if _looked_up(parts, info):
+            gathered = ()
+        if n := parts.size(gathered) - 1:
+            sent = n / (n + 1) * numbers
+            found.append(_sent("all-gather", gathered, passes * sent * wide, passes, True))
+        scattered = tuple(axis for axis in summed if axis not in whole)
+        others = tuple(
+            axis for axis in parts.split if axis not in summed and parts.size((axis,)) > 1
+        )
+        if (n := parts.size(scattered) - 1) and not _looked_up(parts, info):
+            wide = reduction if matrix else 4
+            found.append(_sent("reduce-scatter", scattered, n / (n + 1) * numbers * wide, 1, True))
+        if n := parts.size(others) - 1:
+            held = numbers / parts.size(scattered)
+            found.append(_sent("all-reduce", others, 2 * n / (n + 1) * held * reduction, 1, True))
+    return found
+
+
+def _activations(
+    parts: Parts, kind: LayerKind, split: Widths, tokens: Tokens, kept: frozenset[str]
+) -> list[Sent]:
+    """What split matmuls gather and sum; see `colossax.sharding.matmul.cost`."""
+    axis = MeshAxis.TENSOR.value
+    t = parts.size((axis,))
+    if t == 1:
+        return []
+    wide = np.dtype(parts.bound.plan.precision.compute).itemsize
+    into, out = split
+    by_sequence = axis in activation_axes(parts.bound, "seq:residual")
+    moved = tokens.inside * (t - 1) / t * wide
+    again, _ = kind.traced.again[kept]
+    repeated = sum(width for number, width in out if number in again)
+    ends = sum(width for _, width in out)
+    if by_sequence:
+        return [
+            _sent("all-gather", (axis,), moved * (2 * into + ends), 2 * 2 + 2, False),
+            _sent("reduce-scatter", (axis,), moved * (ends + into + repeated), 5, False),
+        ]
+    return [_sent("all-reduce", (axis,), 2 * moved * (into + ends + repeated), 5, False)]
+
+
+def widths(profile: ModelProfile, parts: Parts, kind: LayerKind) -> Widths:
+    """Widths of what is read by maps that `tensor` splits by output, each input once; and of each
+    map that it splits by input its number and the width of its output."""
+    into: dict[int, float] = {}
+    out = []
+    for number, one in enumerate(kind.traced.maps):
+        info = profile.infos[kind.leaves[one.leaf]]
+        dims, shape = _row(info)
+        read, made = _sides(one, dims, shape)
+        if MeshAxis.TENSOR in _split_axes(parts, info, dims, made):
+            into[one.reads] = math.prod(shape[at] for at in read if dims[at] != "experts")
+        elif MeshAxis.TENSOR in _split_axes(parts, info, dims, read):
+            out.append((number, float(math.prod(shape[at] for at in made))))
+    return sum(into.values()), out
+
+
+def _row(info: ParamInfo):
+    stacked = info.total_layers is not None and info.dims[:1] == ("layers",)
+    return info.dims[stacked:], info.shape[stacked:]
+
+
+def _sides(one: Map, dims: Sequence[str | None], shape: Sequence[int]):
+    """Numbers of the dims that a map contracts, and of those it makes."""
+    count = len(shape)
+    read = range(one.contracted) if one.first else range(count - one.contracted, count)
+    return list(read), [at for at in range(count) if at not in read]
+
+
+def _split_axes(parts: Parts, info: ParamInfo, dims, numbers) -> set[str]:
+    return {
+        axis
+        for at in numbers
+        if dims[at] is not None
+        for axis in parts.axes("weights", (dims[at],), (_row(info)[1][at],))
+    }
+
+
+def _attention(parts: Parts, kind: LayerKind, tokens: Tokens, kept: frozenset[str]) -> list[Sent]:
+    """Keys and values around a ring, sequence exchanged for heads."""
+    ulysses = parts.size((MeshAxis.ULYSSES.value,))
+    axes = tuple(axis for axis in RING_AXES if parts.size((axis,)) > 1)
+    ring, found = parts.size(axes), []
+    qkv = [array.shape for array in kind.traced.kept if array.name == "qkv"]
+    if ring * ulysses == 1 or len(qkv) < 3:
+        return found
+    t = parts.size((MeshAxis.TENSOR.value,))
+    wide = np.dtype(parts.bound.plan.precision.compute).itemsize
+    heads, kv_heads, size = qkv[0][2] // t, max(1, qkv[1][2] // t), qkv[0][3]
+    repeated = math.lcm(kv_heads, ulysses)
+    again = 1 if "attention" not in kept else 0
+    moving = 2 * tokens.inside * ulysses * repeated / ulysses * size
+    if ring > 1:
+        found.append(
+            _sent(
+                "collective-permute",
+                axes,
+                moving * ((ring - 1) * ((2 + again) * wide + 4) - again * wide),
+                (ring - 1) * (3 + again),
+                True,
+            )
+        )
+    if ulysses > 1:
+        moved = (ulysses - 1) / ulysses * tokens.inside * size * 2 * (heads + repeated)
+        axis = (MeshAxis.ULYSSES.value,)
+        found.append(_sent("all-to-all", axis, moved * (2 + again) * wide, 4 * (2 + again), False))
+    return found
+
+
+def _experts(profile: ModelProfile, parts: Parts, kind: LayerKind, tokens: Tokens) -> list[Sent]:
+    """Tokens to the devices of their experts and back; backward sends the rows once more."""
+    for one in kind.traced.maps:
+        info = profile.infos[kind.leaves[one.leaf]]
+        if "experts" not in info.dims:
+            continue
+        dims, shape = _row(info)
+        at = dims.index("experts")
+        axes = parts.axes("params", (dims[at],), (shape[at],))
+        if (e := parts.size(axes)) == 1:
+            return []
+        choices = one.flops / (2 * profile.tokens * math.prod(shape[at + 1 :]))
+        wide = np.dtype(parts.bound.plan.precision.compute).itemsize
+        rows = tokens.inside * choices * shape[at + 1] * wide
+        return [_sent("all-to-all", axes, 5 * (e - 1) / e * rows, 10, False)]
+    return []
+
+
+def _ends(profile: ModelProfile, parts: Parts, tokens: Tokens) -> list[Sent]:
+    """Rows of tables, and what stands behind the layers."""
+    found = []
+    wide = np.dtype(parts.bound.plan.precision.compute).itemsize
+    for at in profile.before - set(profile.ends):
+        info = profile.infos[at]
+        axes = _looked_up(parts, info)
+        if (n := parts.size(axes)) > 1:
+            moved = (n - 1) / n * tokens.held * info.shape[-1] * wide
+            found.append(_sent("all-to-all", axes, 2 * moved, 2, False))
+    t = parts.size((MeshAxis.TENSOR.value,))
+    if t > 1 and profile.kinds:
+        width = profile.kinds[0].traced.kept[0].shape[-1]
+        moved = (t - 1) / t * tokens.inside * width * wide
+        axis = (MeshAxis.TENSOR.value,)
+        found.append(_sent("all-gather", axis, 2 * moved, 2, False))
+        found.append(_sent("reduce-scatter", axis, moved, 1, False))
+        found.append(_sent("all-reduce", axis, 4 * moved, 2, False))
+    return found
+
+
+def _looked_up(parts: Parts, info: ParamInfo) -> tuple[str, ...]:
+    """Axes that split tokens, over which a table that is looked up is split too: its rows go to
+    where they are wanted, and the table stays where it is."""
+    if len(info.shape) != 2 or info.dims[-1] != TABLE_WIDTH:
+        return ()
+    stored = parts.axes("params", info.dims, info.shape)
+    return tuple(axis for axis in stored if axis in parts.split)
+
+
+def _layers(info: ParamInfo) -> int:
+    return info.shape[0] if info.total_layers is not None and info.dims[0] == "layers" else 1
+
+
+def _sent(kind: str, axes: Sequence[str], size: float, times: float, hidden: bool) -> Sent:
+    return Sent(kind=kind, axes=tuple(axes), bytes=size, times=times, hidden=hidden)
+
+
+def _times(found: Iterable[Sent], count: int) -> list[Sent]:
+    return [
+        dataclasses.replace(one, bytes=one.bytes * count, times=one.times * count) for one in found
+    ]
+
+
+def _joined(found: Iterable[Sent]) -> tuple[Sent, ...]:
+    sums: dict[tuple, list[float]] = {}
+    for one in found:
+        total = sums.setdefault((one.kind, one.axes, one.hidden), [0.0, 0.0])
+        total[0] += one.bytes
+        total[1] += one.times
+    return tuple(
+        Sent(kind=kind, axes=axes, hidden=hidden, bytes=size, times=times)
+        for (kind, axes, hidden), (size, times) in sums.items()
+    )

@@ -1,0 +1,7 @@
+"""What planning found, told to people."""
+
+from .columns import columns as columns
+from .inspections import describe as describe
+from .inspections import describe_layouts as describe_layouts
+from .inspections import describe_many as describe_many
+from .plans import describe_plans as describe_plans
