@@ -67,8 +67,8 @@ def stack_costs(
     Cost: loss, layers of each kind and what stands beside them are traced, twice where the two
     steps differ. Nothing is compiled.
     """
-    own = CutStep(step)
-    flops = own if counted is step else CutStep(counted)
+    own = _Traced(step)
+    flops = own if counted is step else _Traced(counted)
     state = _state_bytes(step, offload, 2 if sums else 1)
     kept = 1 - offload.activations
     layers = [cost for at in range(len(own.runs)) for cost in own.costs(at, state, kept, flops)]
@@ -124,14 +124,11 @@ def _part(step: Step, role: str, info: Any) -> float:
     return math.prod(sharding.shard_shape(info.shape)) / max(1, math.prod(info.shape))
 
 
-class CutStep:
+class _Traced:
     """The loss of a step, cut at its stack.
 
     Attributes:
         runs: Of the stack.
-        carry: Shapes of the first layer's input.
-        side: Of what all layers get beside it.
-        reads: Numbers of the parameters that are read before the layers, and of those behind.
     """
 
     def __init__(self, step: Step):
@@ -141,14 +138,13 @@ class CutStep:
         found: list[Any] = []
         jax.eval_shape(lambda batch: found.append(step.batches.in_order(batch)[1]), shapes)
         self._args, self._order = shapes_of(given), found[0]
-        with self.in_force():
+        with self._in_force():
             self._cut = cut_loss(self._loss, *self._args)
-            self.carry, self.side, self._crossing = jax.eval_shape(self._cut.before, *self._args)
+            self._carry, self._side, self._crossing = jax.eval_shape(self._cut.before, *self._args)
         self.runs: tuple[CutRun, ...] = self._cut.runs
-        self.reads = (self._cut.before_reads, self._cut.after_reads)
 
     @contextmanager
-    def in_force(self) -> Iterator[None]:
+    def _in_force(self) -> Iterator[None]:
         with use(self._step.bound), in_order(self._order):
             yield
 
@@ -156,49 +152,49 @@ class CutStep:
         return objective(*self._step.loss_call(params, batch, variables, key), Weighing())[0]
 
     def costs(
-        self, at: int, state: Sequence[_StateBytes], kept: float, flops: "CutStep"
+        self, at: int, state: Sequence[_StateBytes], kept: float, flops: "_Traced"
     ) -> list[LayerCost]:
         """Of each layer of a run."""
         run = self.runs[at]
         each, group = run.layers.count * run.layers.group, run.layers.group
         own = [state[leaf] for leaf in run.reads if leaf < len(state)]
-        with self.in_force():
-            layer = traced_layer(run, self.row(run), self.carry, self.side)
+        with self._in_force():
+            layer = traced_layer(run, self._row(run), self._carry, self._side)
             cost = LayerCost(
                 seconds=flops.run_flops(flops.runs[at]) / group,
                 state_bytes=sum(one.read + one.moments for one in own) / each,
                 kept_bytes=kept * _bytes(layer.kept) / group,
-                out_bytes=_bytes(jax.tree.leaves(self.carry)),
+                out_bytes=_bytes(jax.tree.leaves(self._carry)),
             )
         return [cost] * each
 
     def run_flops(self, run: CutRun) -> float:
         """Of one call of a run, forward and backward."""
-        row = self.row(run)
-        with self.in_force():
-            layer = traced_layer(run, row, self.carry, self.side)
-            return layer_flops(layer, row, self.carry, self.side)
+        row = self._row(run)
+        with self._in_force():
+            layer = traced_layer(run, row, self._carry, self._side)
+            return layer_flops(layer, row, self._carry, self._side)
 
     def working_bytes(self, run: CutRun) -> float:
         """What a run's layer makes that its transpose needs, were nothing of it recomputed."""
-        with self.in_force():
-            args = (self.row(run), self.carry, self.side)
+        with self._in_force():
+            args = (self._row(run), self._carry, self._side)
             return _bytes(traced_layer(run, *args, recomputed=False).kept)
 
-    def ends(self, state: Sequence[_StateBytes], flops: "CutStep") -> tuple[LayerCost, LayerCost]:
+    def ends(self, state: Sequence[_StateBytes], flops: "_Traced") -> tuple[LayerCost, LayerCost]:
         """What stands before the layers, and what behind."""
         inside = frozenset[int]().union(*(run.reads for run in self.runs))
         infos = list(enumerate(jax.tree.leaves(self._step.spec.infos)))
         outside = [(at, info.behind) for at, info in infos if at not in inside]
-        reads = self.reads
+        reads = (self._cut.before_reads, self._cut.after_reads)
         counted, found = flops._ends(), []
         for behind, (layer, *_) in enumerate(self._ends()):
             # What is at home on the other end is sent here once a step, and its gradient back.
             own = sum(state[at].read + state[at].moments for at, end in outside if end == behind)
             sent = sum(state[at].read for at, e in outside if e != behind and at in reads[behind])
-            with flops.in_force():
+            with flops._in_force():
                 seconds = layer_flops(*counted[behind])
-            with self.in_force():
+            with self._in_force():
                 kept = _bytes(layer.kept)
             found.append(LayerCost(seconds=seconds, state_bytes=own + sent, kept_bytes=kept))
         return found[0], found[1]
@@ -213,7 +209,7 @@ class CutStep:
         def after(read: Any, outputs: Any, others: Any, number: Any) -> Any:
             return self._cut.after((read[0], *others), outputs, read[1]), {}
 
-        with self.in_force():
+        with self._in_force():
             outputs = [self._output(run) for run in self.runs]
             read = (params, self._crossing)
             before = Layer(enter, params, (), others)
@@ -228,11 +224,11 @@ class CutStep:
             return carry, sums
 
         rows = jax.eval_shape(run.params, *self._args)
-        return shapes_of(jax.eval_shape(call, rows, self.carry, self.side))
+        return shapes_of(jax.eval_shape(call, rows, self._carry, self._side))
 
-    def row(self, run: CutRun) -> Any:
+    def _row(self, run: CutRun) -> Any:
         """Shapes of the parameters of one call."""
-        with self.in_force():
+        with self._in_force():
             return row_shapes(run, self._args)
 
 

@@ -9,14 +9,23 @@ from typing import Any
 import jax
 
 from colossax.aot import Target
-from colossax.config import BatchConfig, OffloadConfig, PipelineConfig, Plan, Segment
-from colossax.layerwise import CutRun
-from colossax.planner.counting.layer_costs import CutStep
-from colossax.planner.counting.one_layer import traced_layer
+from colossax.config import (
+    AttentionConfig,
+    BatchConfig,
+    OffloadConfig,
+    PipelineConfig,
+    Plan,
+    Segment,
+)
+from colossax.layerwise import running
+from colossax.planner.counting.traced_flops import traced_flops
 from colossax.planner.deciding.trial import choosing_for
+from colossax.planner.profiling.recorded import RecordedRun, Recorder
 from colossax.planner.profiling.traced import TracedLayer, traced
 from colossax.planner.task_step import task_step
-from colossax.step.microbatches import batch_dims
+from colossax.sharding import in_order, use
+from colossax.step.gradients.accumulate import objective
+from colossax.step.microbatches import Weighing, batch_dims
 from colossax.step.step import Step
 from colossax.tasks import Task
 from colossax.typing import ParamInfo
@@ -28,11 +37,15 @@ class LayerKind:
 
     Attributes:
         calls: How often one is run in a pass.
+        group: Layers of a call.
+        tokens: That a call got: all numbers of its input but for those of one token.
         leaves: Of one call's parameters, their numbers among the model's.
         traced: What a call takes.
     """
 
     calls: int
+    group: int
+    tokens: int
     leaves: tuple[int, ...]
     traced: TracedLayer
 
@@ -46,44 +59,31 @@ class ModelProfile:
         moments: Of each, bytes of optimizer state per number.
         learns: Of each, whether it gets a gradient.
         kinds: Of its layers, in order.
-        behind: Numbers of parameters that are read behind the layers, such as a head's.
-        before: Of those that are read before them.
         tokens: That were traced: those of one row.
         rows: Of a global batch.
-        flops: Of the model, forward, for the tokens that were traced.
+        ends_flops: Forward, for the tokens that were traced: of what stands outside of layers.
+        pair_flops: Likewise of attention between tokens.
     """
 
     infos: tuple[ParamInfo, ...]
     moments: tuple[float, ...]
     learns: tuple[bool, ...]
     kinds: tuple[LayerKind, ...]
-    behind: frozenset[int]
-    before: frozenset[int]
     tokens: int
     rows: int
-    flops: float
+    ends_flops: float
+    pair_flops: float
 
     @functools.cached_property
     def maps_flops(self) -> float:
         """Forward, of matmuls with parameters of layers."""
-        return sum(kind.calls * sum(m.flops for m in kind.traced.maps) for kind in self.kinds)
+        return _maps_flops(self.kinds)
 
     @functools.cached_property
-    def ends_flops(self) -> float:
-        """Forward, of matrices that are read outside of layers and are more than looked up."""
-        return sum(2.0 * self.tokens * self._numbers(at) for at in self.ends)
-
-    @functools.cached_property
-    def ends(self) -> tuple[int, ...]:
-        """Parameters outside of layers that all tokens are multiplied by."""
-        found = set(self.behind)
-        found |= {at for at in self.before if not self.infos[at].dims[0] == "vocab"}
-        return tuple(sorted(at for at in found if len(self.infos[at].shape) > 1))
-
-    @functools.cached_property
-    def pair_flops(self) -> float:
-        """Forward, of what is left: attention between tokens."""
-        return max(0.0, self.flops - self.maps_flops - self.ends_flops)
+    def outside(self) -> tuple[int, ...]:
+        """Numbers of parameters that are of no layer."""
+        inside = {at for kind in self.kinds for at in kind.leaves}
+        return tuple(at for at in range(len(self.infos)) if at not in inside)
 
     @functools.cached_property
     def width(self) -> int:
@@ -96,9 +96,6 @@ class ModelProfile:
         tables = [info for info in self.infos if "vocab" in info.dims]
         return max((info.shape[info.dims.index("vocab")] for info in tables), default=0)
 
-    def _numbers(self, at: int) -> int:
-        return math.prod(self.infos[at].shape)
-
 
 def profile_task(task: Task, plan: Plan, target: Target) -> ModelProfile:
     """Trace a task's model once, as one device of a target would compute one row.
@@ -108,12 +105,38 @@ def profile_task(task: Task, plan: Plan, target: Target) -> ModelProfile:
         plan: Its precision and kernels count.
         target: Whose kernels are chosen.
 
-    Raises:
-        PlanError: The loss cannot be cut at one layer stack.
-
-    Cost: about a second for any size; nothing is compiled or allocated.
+    Cost: about a second for any size; nothing is compiled or allocated. Of a task that does not say
+    its FLOPs layers are traced once more, with attention written out.
     """
-    single = plan.replace(
+    dims = batch_dims(dict(task.shapes), task.options.batch_dims)
+    one_row = _one_row(task, dims)
+    with choosing_for(target):
+        step, kinds, whole = _traced_kinds(one_row, _single(plan))
+        # Kernels do not say their FLOPs.
+        pairs = sum(kind.calls * kind.traced.other_flops for kind in kinds)
+        ends = max(0.0, whole - _maps_flops(kinds) - pairs)
+        if task.flops:
+            pairs = max(0.0, task.flops / 3 / _rows(task, dims) - _maps_flops(kinds) - ends)
+        elif any(kind.traced.opaque for kind in kinds):
+            written = _single(plan).replace(attention=AttentionConfig(kernel="reference"))
+            _, others, _ = _traced_kinds(one_row, written)
+            pairs = sum(kind.calls * kind.traced.other_flops for kind in others)
+    infos = tuple(jax.tree.leaves(step.spec.infos))
+    return ModelProfile(
+        infos=infos,
+        moments=tuple(_moments(step, infos)),
+        learns=tuple(bool(learns) for learns in jax.tree.leaves(step.trainable)),
+        kinds=kinds,
+        tokens=_tokens(task, dims),
+        rows=_rows(task, dims),
+        ends_flops=ends,
+        pair_flops=pairs,
+    )
+
+
+def _single(plan: Plan) -> Plan:
+    """On one device, nothing recomputed or placed elsewhere."""
+    return plan.replace(
         mesh={"data": 1},
         tensor_layout="1d",
         tensor_matmul="auto",
@@ -122,41 +145,50 @@ def profile_task(task: Task, plan: Plan, target: Target) -> ModelProfile:
         segments=(Segment(),),
         offload=OffloadConfig(),
     )
-    dims = batch_dims(dict(task.shapes), task.options.batch_dims)
-    rows = _rows(task, dims)
-    with choosing_for(target):
-        step = task_step(_one_row(task, dims), single, jax.devices()[:1])
-        cut = CutStep(step)
-        kinds = tuple(_kind(cut, run) for run in cut.runs)
-    infos = tuple(jax.tree.leaves(step.spec.infos))
-    flops = task.flops / 3 / rows if task.flops else 0.0
-    return ModelProfile(
-        infos=infos,
-        moments=tuple(_moments(step, infos)),
-        learns=tuple(bool(learns) for learns in jax.tree.leaves(step.trainable)),
-        kinds=kinds,
-        behind=frozenset(at for at in cut.reads[1] if at < len(infos)),
-        before=frozenset(at for at in cut.reads[0] if at < len(infos)),
-        tokens=_tokens(task, dims),
-        rows=rows,
-        flops=flops,
+
+
+def _traced_kinds(task: Task, plan: Plan) -> tuple[Step, tuple[LayerKind, ...], float]:
+    """The step, kinds of layers, and FLOPs of the whole loss, forward."""
+    step, recorder = task_step(task, plan, jax.devices()[:1]), Recorder()
+    state, found = step.abstract, list[Any]()
+    shapes = dict(step.options.shapes or {})
+    jax.eval_shape(lambda batch: found.append(step.batches.in_order(batch)[1]), shapes)
+
+    def loss(params: Any, variables: Any, batch: Any, key: Any) -> Any:
+        return objective(*step.loss_call(params, batch, variables, key), Weighing())[0]
+
+    args = (state["params"], state["variables"], shapes, jax.eval_shape(lambda: jax.random.key(0)))
+    with use(step.bound), in_order(found[0]):
+        with running(recorder):
+            whole = traced_flops(jax.make_jaxpr(loss)(*args)).flops
+        infos = jax.tree.leaves(step.spec.infos)
+        kinds = tuple(_kind(run, infos) for run in recorder.runs)
+    return step, kinds, float(whole) + _grouped_flops(kinds)
+
+
+def _kind(run: RecordedRun, infos: Sequence[ParamInfo]) -> LayerKind:
+    layer, layers = run.layer(), run.layers
+    leaves = tuple(at for at, info in enumerate(infos) if info.segment == layers.key)
+    count = len(jax.tree.leaves(run.row))
+    assert len(leaves) == count, f"{layers.key}: {count} arrays for {len(leaves)} parameters"
+    outputs, carry = len(jax.tree.leaves(layer.out)), len(jax.tree.leaves(run.carry))
+    return LayerKind(
+        calls=layers.count,
+        group=layers.group,
+        tokens=math.prod(jax.tree.leaves(run.carry)[0].shape[:-1]),
+        leaves=leaves,
+        traced=traced(layer.equations, count, outputs, carry),
     )
 
 
-def _kind(cut: CutStep, run: CutRun) -> LayerKind:
-    with cut.in_force():
-        row = cut.row(run)
-        layer = traced_layer(run, row, cut.carry, cut.side, recomputed=False)
-    parameters = len(jax.tree.leaves(row))
-    return LayerKind(
-        calls=run.layers.count,
-        leaves=tuple(-1 if at is None else at for at in run.leaves),
-        traced=traced(
-            layer.equations,
-            parameters,
-            len(jax.tree.leaves(layer.out)),
-            len(jax.tree.leaves(cut.carry)),
-        ),
+def _maps_flops(kinds: Sequence[LayerKind]) -> float:
+    return sum(kind.calls * sum(one.flops for one in kind.traced.maps) for kind in kinds)
+
+
+def _grouped_flops(kinds: Sequence[LayerKind]) -> float:
+    """Of matmuls that the traced program does not show, and the layers' maps have."""
+    return sum(
+        kind.calls * sum(one.flops for one in kind.traced.maps if one.grouped) for kind in kinds
     )
 
 

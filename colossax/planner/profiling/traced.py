@@ -29,6 +29,7 @@ class Map:
         first: Whether it contracts the parameter's first dims, else its last ones.
         contracted: How many.
         reads: Number of the equation that made its other factor; maps of one share its gather.
+        grouped: Whether each row is multiplied by one of several matrices, in a kernel.
     """
 
     leaf: int
@@ -36,6 +37,7 @@ class Map:
     first: bool
     contracted: int
     reads: int
+    grouped: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -117,7 +119,7 @@ def traced(equations: Any, parameters: int, outputs: int, carry: int) -> TracedL
     kept += [_kept(name, jaxpr.eqns[at].outvars[0]) for at, name in named.items()]
     order = {at: number for number, at in enumerate(found)}
     # Experts keep their input alone (`sharding.experts`); their last matmul is not needed again.
-    grouped = [at for at in found if _kernel(jaxpr.eqns[at])][:-1]
+    grouped = [at for at, one in found.items() if one.grouped][:-1]
     total, again, opaque = sum(other.values()), {}, set()
     names = sorted(set(named.values()))
     kernels = {at for at, eqn in enumerate(jaxpr.eqns) if _kernel(eqn) and at not in found}
@@ -189,7 +191,7 @@ def _map_of(at: int, eqn: Any, origin: _Origins) -> Map | None:
     (leaf, _), matrix = matrices[0]
     flops = 2.0 * rows[0].aval.shape[0] * math.prod(matrix.aval.shape[1:])
     reads = origin.source(rows[0])
-    return Map(leaf=leaf, flops=flops, first=True, contracted=2, reads=reads)
+    return Map(leaf=leaf, flops=flops, first=True, contracted=2, reads=reads, grouped=True)
 
 
 def _contracted(

@@ -15,8 +15,13 @@ from colossax.planner.searching.parts import Parts
 from colossax.planner.searching.sends import Tokens
 from colossax.typing import ParamInfo
 
-GATHERED, HIDDEN, STREAM, LOGITS, HEAD = 2.0, 4.0, 4.0, 1.0, 1.0
-"""Coefficients of `_working`: see there."""
+GATHERED, HIDDEN, STREAM = 1.0, 4.4, 6.5
+"""Of what a layer works with in its backward pass: its gathered weights, the widest that it makes
+of a token, and what goes from layer to layer."""
+
+HEAD, LOGITS, STREAM_OF_LOSS = 1.5, 1.0, 6.0
+"""Of what the loss works with: the head in float32 with its gradient, the logits of a chunk, and
+what goes into it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -126,14 +131,32 @@ def kept_bytes(
     return total
 
 
-def working(one: Stored, tensor: int, tokens: Tokens, vocab_chunks: int) -> float:
-    """What a device needs while it computes; see the module."""
-    return (
-        GATHERED * one.gathered
-        + HIDDEN * tokens.inside * one.widest / tensor
-        + STREAM * tokens.inside * one.stream
-        + LOGITS * tokens.inside * one.logits / tensor / vocab_chunks
-        + HEAD * one.head
+def bytes_of(
+    one: Stored, tensor: int, tokens: Tokens, kept: float, vocab_chunks: int, *, several: bool
+) -> Bytes:
+    """Of a step, at whichever moment needs more: the loss, or the layers' backward pass.
+
+    Stacks of gradients are allocated once that begins, when all is still kept.
+
+    Args:
+        one: What does not depend on the batch.
+        tensor: Devices along that axis.
+        tokens: Of a microbatch.
+        kept: Of all layers.
+        vocab_chunks: Of the loss.
+        several: Whether gradients of several microbatches are added up.
+    """
+    stream = tokens.inside * one.stream
+    layer = GATHERED * one.gathered + HIDDEN * tokens.inside * one.widest / tensor + STREAM * stream
+    logits = tokens.inside * one.logits / tensor / vocab_chunks
+    loss = HEAD * one.head + LOGITS * logits + STREAM_OF_LOSS * stream
+    sums = several * one.gradients
+    backward = one.layer_gradients + layer >= loss
+    return Bytes(
+        states=one.states,
+        gradients=sums + backward * one.layer_gradients,
+        kept=kept,
+        working=layer if backward else loss,
     )
 
 
@@ -145,13 +168,13 @@ def _widest(profile: ModelProfile, kind: LayerKind) -> float:
         shape = info.shape[info.total_layers is not None :]
         read = math.prod(shape[: one.contracted] if one.first else shape[-one.contracted :])
         experts = shape[0] if "experts" in info.dims else 1
-        widest = max(widest, one.flops / (2 * profile.tokens) / (read / experts))
+        widest = max(widest, one.flops / (2 * kind.tokens) / (read / experts))
     return widest
 
 
 def _gathered(profile: ModelProfile, parts: Parts, kind: LayerKind) -> float:
     """Numbers of a call's parameters as matmuls want them."""
-    infos = [profile.infos[at] for at in kind.leaves if at >= 0]
+    infos = [profile.infos[at] for at in kind.leaves]
     return sum(
         math.prod(info.shape) / info.shape[0] / _part(parts, "weights", info) for info in infos
     )

@@ -9,7 +9,7 @@ from colossax.config import SAVEABLE, MeshAxis, Plan
 from colossax.errors import PlanError
 from colossax.planner.counting.flops import peak_flops
 from colossax.planner.profiling import LayerKind, ModelProfile
-from colossax.planner.searching.memory import Bytes, Stored, kept_bytes, stored, working
+from colossax.planner.searching.memory import Bytes, Stored, bytes_of, kept_bytes, stored
 from colossax.planner.searching.parts import Choices, Parts, abstract
 from colossax.planner.searching.seconds import MATMULS, PAIRS, Seconds, collectives_seconds
 from colossax.planner.searching.sends import (
@@ -128,14 +128,8 @@ class OnMesh:
 
     def bytes(self, rows: int, kept: float, vocab_chunks: int) -> Bytes:
         """Of a device, with what layers keep."""
-        one, tokens = self.stored, self.tokens(rows)
-        several = rows < self.rows
-        return Bytes(
-            states=one.states,
-            gradients=one.layer_gradients + several * one.gradients,
-            kept=kept,
-            working=working(one, self._tensor, tokens, vocab_chunks),
-        )
+        tokens, several = self.tokens(rows), rows < self.rows
+        return bytes_of(self.stored, self._tensor, tokens, kept, vocab_chunks, several=several)
 
     def predicted(self, rows: int, policies: Policies, vocab_chunks: int) -> Prediction:
         """Of microbatches of so many rows, with layers of each kind under these policies."""

@@ -240,7 +240,7 @@ def _mix(mesh: OnMesh, rows: int, chunks: int, room: float) -> Policies:
         )
         for one in sorted(common, key=sorted)
     ]
-    if len(kinds) == 1:
+    if len(kinds) == 1 and kinds[0].group == 1:
         layers = kinds[0].calls
         each = [
             dataclasses.replace(one, seconds=one.seconds / layers, bytes=one.bytes / layers)

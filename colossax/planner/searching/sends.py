@@ -60,10 +60,9 @@ def weights_sent(profile: ModelProfile, parts: Parts) -> tuple[Sent, ...]:
     """Gathers of weights and sums of their gradients, in a microbatch."""
     found: list[Sent] = []
     for kind in profile.kinds:
-        leaves = [profile.infos[at] for at in kind.leaves if at >= 0]
+        leaves = [profile.infos[at] for at in kind.leaves]
         found += _times(_weights(parts, leaves, passes=2), kind.calls)
-    inside = {at for kind in profile.kinds for at in kind.leaves}
-    ends = [info for at, info in enumerate(profile.infos) if at not in inside]
+    ends = [profile.infos[at] for at in profile.outside]
     return _joined(found + _weights(parts, ends, passes=1))
 
 
@@ -99,9 +98,10 @@ def tokens_sent(
     """
     found: list[Sent] = []
     for kind, names, wide in zip(profile.kinds, kept, split, strict=True):
-        found += _times(_activations(parts, kind, wide, tokens, names), kind.calls)
-        found += _times(_attention(parts, kind, tokens, names), kind.calls)
-        found += _times(_experts(profile, parts, kind, tokens), kind.calls)
+        inside = tokens.inside * kind.tokens / profile.tokens
+        found += _times(_activations(parts, kind, wide, inside, names), kind.calls)
+        found += _times(_attention(parts, kind, inside, names), kind.calls)
+        found += _times(_experts(profile, parts, kind, inside), kind.calls)
     return _joined(found + _ends(profile, parts, tokens))
 
 
@@ -138,7 +138,7 @@ def _weights(parts: Parts, infos: Iterable[ParamInfo], passes: int) -> list[Sent
 
 
 def _activations(
-    parts: Parts, kind: LayerKind, split: Widths, tokens: Tokens, kept: frozenset[str]
+    parts: Parts, kind: LayerKind, split: Widths, inside: float, kept: frozenset[str]
 ) -> list[Sent]:
     """What split matmuls gather and sum; see `colossax.sharding.matmul.cost`."""
     axis = MeshAxis.TENSOR.value
@@ -148,7 +148,7 @@ def _activations(
     wide = np.dtype(parts.bound.plan.precision.compute).itemsize
     into, out = split
     by_sequence = axis in activation_axes(parts.bound, "seq:residual")
-    moved = tokens.inside * (t - 1) / t * wide
+    moved = inside * (t - 1) / t * wide
     again, _ = kind.traced.again[kept]
     repeated = sum(width for number, width in out if number in again)
     ends = sum(width for _, width in out)
@@ -197,7 +197,7 @@ def _split_axes(parts: Parts, info: ParamInfo, dims, numbers) -> set[str]:
     }
 
 
-def _attention(parts: Parts, kind: LayerKind, tokens: Tokens, kept: frozenset[str]) -> list[Sent]:
+def _attention(parts: Parts, kind: LayerKind, inside: float, kept: frozenset[str]) -> list[Sent]:
     """Keys and values around a ring, sequence exchanged for heads."""
     ulysses = parts.size((MeshAxis.ULYSSES.value,))
     axes = tuple(axis for axis in RING_AXES if parts.size((axis,)) > 1)
@@ -210,7 +210,7 @@ def _attention(parts: Parts, kind: LayerKind, tokens: Tokens, kept: frozenset[st
     heads, kv_heads, size = qkv[0][2] // t, max(1, qkv[1][2] // t), qkv[0][3]
     repeated = math.lcm(kv_heads, ulysses)
     again = 1 if "attention" not in kept else 0
-    moving = 2 * tokens.inside * ulysses * repeated / ulysses * size
+    moving = 2 * inside * ulysses * repeated / ulysses * size
     if ring > 1:
         found.append(
             _sent(
@@ -222,13 +222,13 @@ def _attention(parts: Parts, kind: LayerKind, tokens: Tokens, kept: frozenset[st
             )
         )
     if ulysses > 1:
-        moved = (ulysses - 1) / ulysses * tokens.inside * size * 2 * (heads + repeated)
+        moved = (ulysses - 1) / ulysses * inside * size * 2 * (heads + repeated)
         axis = (MeshAxis.ULYSSES.value,)
         found.append(_sent("all-to-all", axis, moved * (2 + again) * wide, 4 * (2 + again), False))
     return found
 
 
-def _experts(profile: ModelProfile, parts: Parts, kind: LayerKind, tokens: Tokens) -> list[Sent]:
+def _experts(profile: ModelProfile, parts: Parts, kind: LayerKind, inside: float) -> list[Sent]:
     """Tokens to the devices of their experts and back; backward sends the rows once more."""
     for one in kind.traced.maps:
         info = profile.infos[kind.leaves[one.leaf]]
@@ -239,9 +239,9 @@ def _experts(profile: ModelProfile, parts: Parts, kind: LayerKind, tokens: Token
         axes = parts.axes("params", (dims[at],), (shape[at],))
         if (e := parts.size(axes)) == 1:
             return []
-        choices = one.flops / (2 * profile.tokens * math.prod(shape[at + 1 :]))
+        choices = one.flops / (2 * kind.tokens * math.prod(shape[at + 1 :]))
         wide = np.dtype(parts.bound.plan.precision.compute).itemsize
-        rows = tokens.inside * choices * shape[at + 1] * wide
+        rows = inside * choices * shape[at + 1] * wide
         return [_sent("all-to-all", axes, 5 * (e - 1) / e * rows, 10, False)]
     return []
 
@@ -250,7 +250,7 @@ def _ends(profile: ModelProfile, parts: Parts, tokens: Tokens) -> list[Sent]:
     """Rows of tables, and what stands behind the layers."""
     found = []
     wide = np.dtype(parts.bound.plan.precision.compute).itemsize
-    for at in profile.before - set(profile.ends):
+    for at in profile.outside:
         info = profile.infos[at]
         axes = _looked_up(parts, info)
         if (n := parts.size(axes)) > 1:
