@@ -1,4 +1,4 @@
-"""What a model is read to take, against formulas for published sizes and against traced policies."""
+"""What a model is read to take, against published sizes and against traced policies."""
 
 import dataclasses
 import itertools
@@ -8,13 +8,88 @@ import jax
 import pytest
 
 from colossax.aot import parse_target
-from colossax.config import AttentionConfig, BatchConfig, Precision, Segment
-from colossax.nn import NamedModel  # noqa: F401
-from colossax.planner.counting.layer_costs import CutStep
-from colossax.planner.counting.one_layer import layer_flops, traced_layer
+from colossax.config import AttentionConfig, BatchConfig, OffloadConfig, Segment
+from colossax.planner.counting.layer_costs import stack_costs
 from colossax.planner.profiling import profile_task
+from colossax.planner.searching.memory import kept_bytes
+from colossax.planner.searching.sends import Tokens
 from colossax.planner.task_step import task_step
 from colossax.recipes import recipe
 from colossax.tasks import task_of
 
 TARGET = parse_target("h100:1x8")
+NAMES = ("qkv", "attention", "mlp")
+
+
+def profile(name, **changes):
+    config = recipe(name).replace(**changes)
+    return profile_task(task_of(config), config.plan, TARGET)
+
+
+@pytest.mark.catches("maps-are-missed", "attention-counts-as-a-map")
+def test_flops_are_those_of_the_published_model():
+    found = profile("llama3_8b")
+    embed, queries, keys, mlp, vocab, tokens = 4096, 32 * 128, 8 * 128, 14336, 128256, 8192
+    layer = embed * (2 * queries + 2 * keys + 3 * mlp)
+    assert found.maps_flops == 32 * 2 * tokens * layer
+    assert found.ends_flops == 2 * tokens * embed * vocab
+    # Each token attends to itself and those before it, for scores and for values.
+    assert found.pair_flops == 32 * 2 * tokens * (tokens + 1) * queries
+
+
+@pytest.mark.parametrize("name", ["moe_tiny", "vit_digits", "t5_stdlib"])
+def test_all_that_a_model_multiplies_is_found(name):
+    config = recipe(name)
+    task, found = task_of(config), profile(name)
+    forward = found.maps_flops + found.ends_flops + found.pair_flops
+    assert forward == pytest.approx(task.flops / 3 / config.data.global_batch, rel=1e-9)
+    inside = [at for kind in found.kinds for at in kind.leaves]
+    assert len(set(inside)) == len(inside)
+    assert sorted([*inside, *found.outside]) == list(range(len(found.infos)))
+
+
+@pytest.mark.catches("experts-computed-once")
+def test_a_mixture_computes_its_experts_again_whatever_is_kept():
+    (kind,) = profile("moe_tiny").kinds
+    up, gate, down = [at for at, one in enumerate(kind.traced.maps) if one.grouped]
+    for again, _ in kind.traced.again.values():
+        assert {up, gate} <= again
+        assert down not in again
+
+
+def policies():
+    for count in range(len(NAMES) + 1):
+        for names in itertools.combinations(NAMES, count):
+            quick = names in ((), ("qkv", "attention"))
+            yield pytest.param(names, marks=[] if quick else [pytest.mark.sweep])
+
+
+@pytest.mark.catches("kept-names-are-computed-again", "the-last-map-is-computed-again")
+@pytest.mark.parametrize("names", list(policies()))
+def test_a_policy_keeps_and_computes_what_the_layer_traced_under_it_does(names):
+    config = recipe("llama_tiny")
+    plan = config.plan.replace(
+        mesh={"data": 1},
+        batch=BatchConfig(),
+        attention=AttentionConfig(kernel="reference"),
+        segments=(Segment(remat="+".join(names) or "full"),),
+    )
+    data = dataclasses.replace(config.data, global_batch=1)
+    task = task_of(config.replace(plan=plan, data=data))
+    step = task_step(task, plan, jax.devices()[:1])
+    truth = stack_costs(step, step, OffloadConfig()).layers[0]
+    (kind,) = profile_task(task, plan, TARGET).kinds
+    again, share = kind.traced.again[frozenset(names)]
+    forward = [one.flops for one in kind.traced.maps]
+    computed = 3 * (sum(forward) + kind.traced.other_flops)
+    computed += sum(forward[at] for at in again) + share * kind.traced.other_flops
+    assert truth.seconds == computed
+    tokens = Tokens(inside=float(config.data.seq_len), held=float(config.data.seq_len))
+    kept = kept_bytes(kind, frozenset(names), 1, tokens, config.data.seq_len)
+    assert truth.kept_bytes == pytest.approx(kept)
+
+
+def test_moments_are_those_of_the_optimizer():
+    found = profile("llama_tiny")
+    assert all(moment == 8.0 for moment in found.moments), "Adam's two, in float32"
+    assert math.prod(found.infos[0].shape) > 0

@@ -49,9 +49,9 @@ def traced_flops(jaxpr: Any) -> TracedFlops:
     return TracedFlops(flops=flops, left_out=tuple(sorted(left_out)), float8_flops=float8)
 
 
-def equation_flops(eqn: Any) -> int:
+def equation_flops(eqn: Any) -> float:
     """Of one equation and what stands in it; of kernels that do not say theirs, none."""
-    return _of(eqn, _ALL, set())
+    return float(_of(eqn, _ALL, set()))
 
 
 def _flops(jaxpr: Any, counted: Mapping[str, Callable[[Any], int]], left_out: set[str]) -> int:

@@ -111,16 +111,15 @@ def profile_task(task: Task, plan: Plan, target: Target) -> ModelProfile:
     dims = batch_dims(dict(task.shapes), task.options.batch_dims)
     one_row = _one_row(task, dims)
     with choosing_for(target):
-        step, kinds, whole = _traced_kinds(one_row, _single(plan))
+        step, kinds, ends = _traced_kinds(one_row, _single(plan))
         # Kernels do not say their FLOPs.
-        pairs = sum(kind.calls * kind.traced.other_flops for kind in kinds)
-        ends = max(0.0, whole - _maps_flops(kinds) - pairs)
+        pairs = sum((kind.calls * kind.traced.other_flops for kind in kinds), 0.0)
         if task.flops:
             pairs = max(0.0, task.flops / 3 / _rows(task, dims) - _maps_flops(kinds) - ends)
         elif any(kind.traced.opaque for kind in kinds):
             written = _single(plan).replace(attention=AttentionConfig(kernel="reference"))
             _, others, _ = _traced_kinds(one_row, written)
-            pairs = sum(kind.calls * kind.traced.other_flops for kind in others)
+            pairs = sum((kind.calls * kind.traced.other_flops for kind in others), 0.0)
     infos = tuple(jax.tree.leaves(step.spec.infos))
     return ModelProfile(
         infos=infos,
@@ -148,7 +147,7 @@ def _single(plan: Plan) -> Plan:
 
 
 def _traced_kinds(task: Task, plan: Plan) -> tuple[Step, tuple[LayerKind, ...], float]:
-    """The step, kinds of layers, and FLOPs of the whole loss, forward."""
+    """The step, kinds of layers, and FLOPs of what stands outside of them, forward."""
     step, recorder = task_step(task, plan, jax.devices()[:1]), Recorder()
     state, found = step.abstract, list[Any]()
     shapes = dict(step.options.shapes or {})
@@ -163,7 +162,8 @@ def _traced_kinds(task: Task, plan: Plan) -> tuple[Step, tuple[LayerKind, ...], 
             whole = traced_flops(jax.make_jaxpr(loss)(*args)).flops
         infos = jax.tree.leaves(step.spec.infos)
         kinds = tuple(_kind(run, infos) for run in recorder.runs)
-    return step, kinds, float(whole) + _grouped_flops(kinds)
+    layers = sum((kind.calls * kind.traced.counted_flops for kind in kinds), 0.0)
+    return step, kinds, whole - layers
 
 
 def _kind(run: RecordedRun, infos: Sequence[ParamInfo]) -> LayerKind:
@@ -182,14 +182,7 @@ def _kind(run: RecordedRun, infos: Sequence[ParamInfo]) -> LayerKind:
 
 
 def _maps_flops(kinds: Sequence[LayerKind]) -> float:
-    return sum(kind.calls * sum(one.flops for one in kind.traced.maps) for kind in kinds)
-
-
-def _grouped_flops(kinds: Sequence[LayerKind]) -> float:
-    """Of matmuls that the traced program does not show, and the layers' maps have."""
-    return sum(
-        kind.calls * sum(one.flops for one in kind.traced.maps if one.grouped) for kind in kinds
-    )
+    return sum((kind.calls * one.flops for kind in kinds for one in kind.traced.maps), 0.0)
 
 
 def _moments(step: Step, infos: Sequence[ParamInfo]) -> list[float]:

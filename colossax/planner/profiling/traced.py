@@ -67,6 +67,7 @@ class TracedLayer:
     Attributes:
         maps: Matmuls with parameters, in order.
         other_flops: Of all other matmuls, forward; kernels that do not say theirs have none.
+        counted_flops: All that can be read off the trace, forward: of kernels less than they do.
         kept: Arrays that have a name of `SAVEABLE`, and the layer's input.
         again: By set of names kept, which maps backward computes again, and what share of
             `other_flops`.
@@ -76,6 +77,7 @@ class TracedLayer:
 
     maps: tuple[Map, ...]
     other_flops: float
+    counted_flops: float
     kept: tuple[KeptArray, ...]
     again: Mapping[frozenset[str], tuple[frozenset[int], float]]
     opaque: frozenset[frozenset[str]]
@@ -120,7 +122,7 @@ def traced(equations: Any, parameters: int, outputs: int, carry: int) -> TracedL
     order = {at: number for number, at in enumerate(found)}
     # Experts keep their input alone (`sharding.experts`); their last matmul is not needed again.
     grouped = [at for at, one in found.items() if one.grouped][:-1]
-    total, again, opaque = sum(other.values()), {}, set()
+    total, again, opaque = sum(other.values(), 0.0), {}, set()
     names = sorted(set(named.values()))
     kernels = {at for at, eqn in enumerate(jaxpr.eqns) if _kernel(eqn) and at not in found}
     for kept_names in _subsets(names):
@@ -134,6 +136,7 @@ def traced(equations: Any, parameters: int, outputs: int, carry: int) -> TracedL
     return TracedLayer(
         maps=tuple(found.values()),
         other_flops=total,
+        counted_flops=sum(map(equation_flops, jaxpr.eqns), 0.0),
         kept=tuple(kept),
         again=again,
         opaque=frozenset(opaque),

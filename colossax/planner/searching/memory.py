@@ -105,7 +105,7 @@ def stored(profile: ModelProfile, parts: Parts) -> Stored:
         gathered=compute * gathered,
         head=head,
         widest=compute * max((_widest(profile, kind) for kind in profile.kinds), default=0.0),
-        stream=compute * profile.width,
+        stream=float(compute * profile.width),
         logits=4.0 * profile.vocab,
     )
 

@@ -27,7 +27,7 @@ class Limits:
 
     Attributes:
         rows: Of a global batch.
-        tokens: Of a row.
+        tokens: What divides a row and all that layers make of it divides evenly.
         heads: Of attention; 0 where layers do not name theirs.
         experts: Of a mixture; 0 without one.
     """
@@ -51,7 +51,7 @@ def limits_of(profile: ModelProfile) -> Limits:
     ]
     return Limits(
         rows=profile.rows,
-        tokens=profile.tokens,
+        tokens=functools.reduce(math.gcd, (kind.tokens for kind in profile.kinds), profile.tokens),
         heads=functools.reduce(math.gcd, heads, 0),
         experts=functools.reduce(math.gcd, experts, 0),
     )
@@ -102,9 +102,16 @@ def _factors(number: int, count: int) -> tuple[tuple[int, ...], ...]:
     )
 
 
-def ruled(plan: Plan, mesh: Mapping[str, int]) -> Iterator[tuple[str, Plan]]:
-    """The plan on a mesh, by each preset that makes a difference there, with the preset's name."""
-    tensor = "+megatron_sp" if mesh[MeshAxis.TENSOR] > 1 else ""
+def ruled(plan: Plan, mesh: Mapping[str, int], tokens: int) -> Iterator[tuple[str, Plan]]:
+    """The plan on a mesh, by each preset that makes a difference there, with the preset's name.
+
+    Where `tensor` divides the tokens, the sequence is split over it between blocks: the same bytes
+    are sent, and less is kept.
+    """
+    along = mesh[MeshAxis.TENSOR] * mesh[MeshAxis.RING] * mesh[MeshAxis.ULYSSES]
+    tensor = "+megatron" if mesh[MeshAxis.TENSOR] > 1 else ""
+    if tensor and tokens % along == 0:
+        tensor = "+megatron_sp"
     for name in ("zero3", *(["zero2"] if mesh[MeshAxis.FSDP] > 1 else [])):
         rules = rules_of(name + tensor)
         yield (

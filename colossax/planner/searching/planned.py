@@ -154,7 +154,12 @@ def plan_run(
         if proving.compiled >= 6 * top:
             break
     if not proving.proved:
-        _check_any(dataclasses.replace(found, candidates=()), room, target)
+        _check_any(found, room, target)
+        raise PlanError(
+            f"plan: of {len(found.candidates)} meshes that fit {room / _GIB:.1f} GiB by formula"
+            f" none does once it is compiled ({proving.compiled} were); give more GPUs, shorter rows"
+            " (--data.seq_len), or a mesh by --pin"
+        )
     plans = sorted(proving.proved, key=lambda one: one.seconds.total)
     return _answer(plans, found, proving.compiled, room)
 
@@ -199,11 +204,12 @@ class _Proving:
                 self.proved.append(min(both, key=lambda planned: planned.seconds.total))
 
     def _compiled(self, candidates: list[Candidate]) -> list[Compiled]:
-        self.compiled += len(candidates)
         if candidates:
             self._tell(f"compiling {'; '.join(one.label for one in candidates)}")
         plans = [one.plan for one in candidates]
-        return compiled(self._subject, plans, self._target, self._workers)
+        found = compiled(self._subject, plans, self._target, self._workers)
+        self.compiled += sum("refused" not in one for one in found)
+        return found
 
     def _planned(self, one: Candidate, found: Compiled) -> Planned | None:
         total = found["device_bytes"]["total"]

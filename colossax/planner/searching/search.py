@@ -118,8 +118,9 @@ def search(
     found: list[Candidate] = []
     smallest: Candidate | None = None
     scored, choices = 0, dict[str, Choices]()
-    for mesh in meshes(target, limits_of(profile), asked.pinned):
-        for name, ruled_plan in ruled(_bare(plan), mesh):
+    limits = limits_of(profile)
+    for mesh in meshes(target, limits, asked.pinned):
+        for name, ruled_plan in ruled(_bare(plan), mesh, limits.tokens):
             if name not in choices:
                 choices[name] = Choices(ruled_plan.effective_rules)
             try:

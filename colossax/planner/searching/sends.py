@@ -170,10 +170,10 @@ def widths(profile: ModelProfile, parts: Parts, kind: LayerKind) -> Widths:
         dims, shape = _row(info)
         read, made = _sides(one, dims, shape)
         if MeshAxis.TENSOR in _split_axes(parts, info, dims, made):
-            into[one.reads] = math.prod(shape[at] for at in read if dims[at] != "experts")
+            into[one.reads] = 1.0 * math.prod(shape[at] for at in read if dims[at] != "experts")
         elif MeshAxis.TENSOR in _split_axes(parts, info, dims, read):
             out.append((number, float(math.prod(shape[at] for at in made))))
-    return sum(into.values()), out
+    return float(sum(into.values())), out
 
 
 def _row(info: ParamInfo):
@@ -280,8 +280,8 @@ def _layers(info: ParamInfo) -> int:
     return info.shape[0] if info.total_layers is not None and info.dims[0] == "layers" else 1
 
 
-def _sent(kind: str, axes: Sequence[str], size: float, times: float, hidden: bool) -> Sent:
-    return Sent(kind=kind, axes=tuple(axes), bytes=size, times=times, hidden=hidden)
+def _sent(kind: str, axes: Sequence[str], size: float, times: int, hidden: bool) -> Sent:
+    return Sent(kind=kind, axes=tuple(axes), bytes=float(size), times=float(times), hidden=hidden)
 
 
 def _times(found: Iterable[Sent], count: int) -> list[Sent]:
