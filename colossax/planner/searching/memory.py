@@ -13,11 +13,13 @@ import numpy as np
 from colossax.planner.profiling import KeptArray, LayerKind, ModelProfile
 from colossax.planner.searching.parts import Parts
 from colossax.planner.searching.sends import Tokens
+from colossax.sharding.rules import TABLE_WIDTH
 from colossax.typing import ParamInfo
 
-GATHERED, HIDDEN, STREAM = 1.0, 4.4, 6.5
-"""Of what a layer works with in its backward pass: its gathered weights, the widest that it makes
-of a token, and what goes from layer to layer."""
+GATHERED, EXPERTS, HIDDEN, STREAM = 1.0, 2.6, 4.4, 6.5
+"""Of what a layer works with in its backward pass: its gathered weights, those of experts (which
+are there all at once, with their gradients), the widest that it makes of a token, and what goes
+from layer to layer."""
 
 HEAD, LOGITS, STREAM_OF_LOSS = 1.5, 1.0, 6.0
 """Of what the loss works with: the head in float32 with its gradient, the logits of a chunk, and
@@ -64,7 +66,8 @@ class Stored:
         states: See `Bytes`.
         layer_gradients: Of all layers.
         gradients: Of all parameters.
-        gathered: The largest layer, whole along the axes that split tokens, in the compute dtype.
+        behind: Of matrices outside of layers, as they are reduced.
+        gathered: The largest layer's weights as they are multiplied, those of experts weighted.
         head: Likewise of the largest matrix outside of layers, in float32.
         widest: Bytes of the most numbers that a layer makes of a token at once.
         stream: Of what goes from layer to layer, of a token.
@@ -74,6 +77,7 @@ class Stored:
     states: float
     layer_gradients: float
     gradients: float
+    behind: float
     gathered: float
     head: float
     widest: float
@@ -86,7 +90,8 @@ def stored(profile: ModelProfile, parts: Parts) -> Stored:
     precision = parts.bound.plan.precision
     compute = np.dtype(precision.compute).itemsize
     adds = np.dtype(precision.accumulation).itemsize
-    states = gradients = layers = head = 0.0
+    states = gradients = layers = head = behind = 0.0
+    reduction = np.dtype(precision.reduction or precision.compute).itemsize
     for info, moment, learns in zip(profile.infos, profile.moments, profile.learns, strict=True):
         numbers = math.prod(info.shape)
         at_rest = info.at_rest(precision.params).itemsize
@@ -95,13 +100,15 @@ def stored(profile: ModelProfile, parts: Parts) -> Stored:
         own = learns * adds * numbers / _part(parts, "gradients", info)
         gradients += own
         layers += own * (info.total_layers is not None)
-        if info.total_layers is None:
-            head = max(head, 4 * numbers / _part(parts, "weights", info))
+        if info.total_layers is None and len(info.shape) > 1 and info.dims[-1] != TABLE_WIDTH:
+            head = max(head, 4 * numbers / parts.size(parts.whole(info.dims, info.shape)))
+            behind += own * reduction / adds
     gathered = max((_gathered(profile, parts, kind) for kind in profile.kinds), default=0.0)
     return Stored(
         states=states,
         layer_gradients=layers,
         gradients=gradients,
+        behind=behind,
         gathered=compute * gathered,
         head=head,
         widest=compute * max((_widest(profile, kind) for kind in profile.kinds), default=0.0),
@@ -147,14 +154,15 @@ def bytes_of(
         several: Whether gradients of several microbatches are added up.
     """
     stream = tokens.inside * one.stream
-    layer = GATHERED * one.gathered + HIDDEN * tokens.inside * one.widest / tensor + STREAM * stream
+    layer = one.gathered + HIDDEN * tokens.inside * one.widest / tensor + STREAM * stream
     logits = tokens.inside * one.logits / tensor / vocab_chunks
     loss = HEAD * one.head + LOGITS * logits + STREAM_OF_LOSS * stream
     sums = several * one.gradients
-    backward = one.layer_gradients + layer >= loss
+    layers = one.layer_gradients + one.behind
+    backward = layers + layer >= loss
     return Bytes(
         states=one.states,
-        gradients=sums + backward * one.layer_gradients,
+        gradients=sums + backward * layers,
         kept=kept,
         working=layer if backward else loss,
     )
@@ -173,11 +181,13 @@ def _widest(profile: ModelProfile, kind: LayerKind) -> float:
 
 
 def _gathered(profile: ModelProfile, parts: Parts, kind: LayerKind) -> float:
-    """Numbers of a call's parameters as matmuls want them."""
-    infos = [profile.infos[at] for at in kind.leaves]
-    return sum(
-        math.prod(info.shape) / info.shape[0] / _part(parts, "weights", info) for info in infos
-    )
+    """Numbers of a call's parameters as matmuls want them, weighted."""
+    total = 0.0
+    for info in (profile.infos[at] for at in kind.leaves):
+        numbers = math.prod(info.shape) / info.shape[0]
+        share = EXPERTS if "experts" in info.dims else GATHERED
+        total += share * numbers / parts.size(parts.whole(info.dims, info.shape))
+    return total
 
 
 def _part(parts: Parts, role: str, info: ParamInfo) -> int:

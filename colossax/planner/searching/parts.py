@@ -65,6 +65,22 @@ class Parts:
             self._known[key] = self._split(*key)
         return self._known[key]
 
+    def whole(self, dims: Dims, shape: Sequence[int]) -> tuple[str, ...]:
+        """Axes over which a parameter is split where it is multiplied; of experts each device has
+        its own.
+
+        Raises:
+            PlanError: See `axes`.
+        """
+        found = self.axes("weights", dims, shape)
+        return found + tuple(axis for axis in self.group(dims, shape) if axis not in found)
+
+    def group(self, dims: Dims, shape: Sequence[int]) -> tuple[str, ...]:
+        """Axes over which experts are split, of an array that has a dim of them."""
+        if "experts" not in dims:
+            return ()
+        return self.axes("params", ("experts",), (shape[dims.index("experts")],))
+
     def size(self, axes: Sequence[str]) -> int:
         """Devices along these together."""
         return math.prod(self._sizes[axis] for axis in axes)

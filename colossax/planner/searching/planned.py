@@ -157,8 +157,8 @@ def plan_run(
         _check_any(found, room, target)
         raise PlanError(
             f"plan: of {len(found.candidates)} meshes that fit {room / _GIB:.1f} GiB by formula"
-            f" none does once it is compiled ({proving.compiled} were); give more GPUs, shorter rows"
-            " (--data.seq_len), or a mesh by --pin"
+            f" none does once it is compiled ({proving.compiled} were); give more GPUs, shorter"
+            " rows (--data.seq_len), or a mesh by --pin"
         )
     plans = sorted(proving.proved, key=lambda one: one.seconds.total)
     return _answer(plans, found, proving.compiled, room)

@@ -101,7 +101,9 @@ def tokens_sent(
         inside = tokens.inside * kind.tokens / profile.tokens
         found += _times(_activations(parts, kind, wide, inside, names), kind.calls)
         found += _times(_attention(parts, kind, inside, names), kind.calls)
-        found += _times(_experts(profile, parts, kind, inside), kind.calls)
+        found += _times(
+            _experts(profile, parts, kind, inside * tokens.held / tokens.inside), kind.calls
+        )
     return _joined(found + _ends(profile, parts, tokens))
 
 
@@ -112,28 +114,30 @@ def _weights(parts: Parts, infos: Iterable[ParamInfo], passes: int) -> list[Sent
     reduction = np.dtype(plan.precision.reduction or plan.precision.compute).itemsize
     for info in infos:
         shape, dims = info.shape, info.dims
-        whole = parts.axes("weights", dims, shape)
+        whole = parts.whole(dims, shape)
         stored = parts.axes("params", dims, shape)
         summed = parts.axes("gradients", dims, shape)
         numbers = math.prod(shape) / _layers(info) / parts.size(whole)
         gathered = tuple(axis for axis in stored if axis not in whole)
+        scattered = tuple(axis for axis in summed if axis not in whole)
+        others = tuple(axis for axis in parts.split if axis not in summed)
         matrix = len(shape) - (info.total_layers is not None) > 1
         wide = compute if matrix else 4
-        if _looked_up(parts, info):
-            gathered = ()
+        looked_up = _table(info)
+        if looked_up and info.dims[-1] == TABLE_WIDTH:
+            gathered = scattered = ()  # its rows go to where they are wanted
         if n := parts.size(gathered) - 1:
             sent = n / (n + 1) * numbers
             found.append(_sent("all-gather", gathered, passes * sent * wide, passes, True))
-        scattered = tuple(axis for axis in summed if axis not in whole)
-        others = tuple(
-            axis for axis in parts.split if axis not in summed and parts.size((axis,)) > 1
-        )
-        if (n := parts.size(scattered) - 1) and not _looked_up(parts, info):
+        if n := parts.size(scattered) - 1:
             wide = reduction if matrix else 4
             found.append(_sent("reduce-scatter", scattered, n / (n + 1) * numbers * wide, 1, True))
         if n := parts.size(others) - 1:
-            held = numbers / parts.size(scattered)
-            found.append(_sent("all-reduce", others, 2 * n / (n + 1) * held * reduction, 1, True))
+            # Of a table that is the head too there are two gradients.
+            times = 2 if looked_up and info.dims[-1] != TABLE_WIDTH else 1
+            held = times * numbers / parts.size(summed)
+            sent = 2 * n / (n + 1) * held * reduction
+            found.append(_sent("all-reduce", others, sent, times, True))
     return found
 
 
@@ -169,6 +173,8 @@ def widths(profile: ModelProfile, parts: Parts, kind: LayerKind) -> Widths:
         info = profile.infos[kind.leaves[one.leaf]]
         dims, shape = _row(info)
         read, made = _sides(one, dims, shape)
+        if MeshAxis.TENSOR in parts.group(info.dims, info.shape):
+            continue  # tokens go to their experts
         if MeshAxis.TENSOR in _split_axes(parts, info, dims, made):
             into[one.reads] = 1.0 * math.prod(shape[at] for at in read if dims[at] != "experts")
         elif MeshAxis.TENSOR in _split_axes(parts, info, dims, read):
@@ -228,20 +234,21 @@ def _attention(parts: Parts, kind: LayerKind, inside: float, kept: frozenset[str
     return found
 
 
-def _experts(profile: ModelProfile, parts: Parts, kind: LayerKind, inside: float) -> list[Sent]:
-    """Tokens to the devices of their experts and back; backward sends the rows once more."""
+def _experts(profile: ModelProfile, parts: Parts, kind: LayerKind, held: float) -> list[Sent]:
+    """Tokens to the devices of their experts and back; backward sends the rows once more.
+
+    Buffers have room for more rows than there are, by the plan's `experts.capacity`.
+    """
     for one in kind.traced.maps:
         info = profile.infos[kind.leaves[one.leaf]]
-        if "experts" not in info.dims:
-            continue
-        dims, shape = _row(info)
-        at = dims.index("experts")
-        axes = parts.axes("params", (dims[at],), (shape[at],))
+        axes = parts.group(info.dims, info.shape)
         if (e := parts.size(axes)) == 1:
-            return []
-        choices = one.flops / (2 * kind.tokens * math.prod(shape[at + 1 :]))
-        wide = np.dtype(parts.bound.plan.precision.compute).itemsize
-        rows = inside * choices * shape[at + 1] * wide
+            continue
+        _, shape = _row(info)
+        choices = one.flops / (2 * kind.tokens * math.prod(shape[1:]))
+        plan = parts.bound.plan
+        wide = np.dtype(plan.precision.compute).itemsize
+        rows = held * choices * plan.experts.capacity * shape[1] * wide
         return [_sent("all-to-all", axes, 5 * (e - 1) / e * rows, 10, False)]
     return []
 
@@ -252,10 +259,14 @@ def _ends(profile: ModelProfile, parts: Parts, tokens: Tokens) -> list[Sent]:
     wide = np.dtype(parts.bound.plan.precision.compute).itemsize
     for at in profile.outside:
         info = profile.infos[at]
-        axes = _looked_up(parts, info)
-        if (n := parts.size(axes)) > 1:
-            moved = (n - 1) / n * tokens.held * info.shape[-1] * wide
-            found.append(_sent("all-to-all", axes, 2 * moved, 2, False))
+        if not _table(info):
+            continue
+        for role in ("params", "gradients"):
+            axes = parts.axes(role, info.dims, info.shape)
+            axes = tuple(axis for axis in axes if axis in parts.split)
+            if (n := parts.size(axes)) > 1:
+                moved = (n - 1) / n * tokens.held * info.shape[-1] * wide
+                found.append(_sent("all-to-all", axes, moved, 1, False))
     t = parts.size((MeshAxis.TENSOR.value,))
     if t > 1 and profile.kinds:
         width = profile.kinds[0].traced.kept[0].shape[-1]
@@ -267,13 +278,9 @@ def _ends(profile: ModelProfile, parts: Parts, tokens: Tokens) -> list[Sent]:
     return found
 
 
-def _looked_up(parts: Parts, info: ParamInfo) -> tuple[str, ...]:
-    """Axes that split tokens, over which a table that is looked up is split too: its rows go to
-    where they are wanted, and the table stays where it is."""
-    if len(info.shape) != 2 or info.dims[-1] != TABLE_WIDTH:
-        return ()
-    stored = parts.axes("params", info.dims, info.shape)
-    return tuple(axis for axis in stored if axis in parts.split)
+def _table(info: ParamInfo) -> bool:
+    """Whether rows of it are looked up by token."""
+    return len(info.shape) == 2 and info.dims[0] == "vocab"
 
 
 def _layers(info: ParamInfo) -> int:
