@@ -71,8 +71,11 @@ def plan_from_file(text: str) -> Plan:
         InputError: There is none that can be read.
     """
     path = user_path(text, "--plan")
-    remedy = "give a plan that colossax plan --out wrote"
-    return Plan.from_json(read_json(path, remedy=f"--plan: {remedy}"))
+    remedy = (
+        "--plan: give a plan that colossax plan --out wrote, or a value of it by its name, as"
+        " --plan.mesh fsdp=8"
+    )
+    return Plan.from_json(read_json(path, remedy=remedy))
 
 
 def with_preset(plan: Plan, name: str) -> Plan:

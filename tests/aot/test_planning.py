@@ -1,0 +1,80 @@
+"""Formulas against programs compiled for H100s, and plans that are proved."""
+
+import dataclasses
+import json
+
+import pytest
+
+from colossax.aot import parse_target
+from colossax.config import BatchConfig, LossConfig, Plan, Segment, preset
+from colossax.planner import inspect_task
+from colossax.planner.profiling import profile_task
+from colossax.planner.searching import Subject, plan_run, predict
+from colossax.recipes import recipe
+from colossax.tasks import task_of
+
+pytestmark = pytest.mark.aot
+
+
+def case(name, target, preset_name, mesh, remat, rows):
+    config, target = recipe(name), parse_target(target)
+    plan = preset(
+        preset_name,
+        mesh=mesh,
+        segments=(Segment(remat=remat),),
+        precision=config.plan.precision,
+        loss=LossConfig(vocab_chunks=8),
+        batch=BatchConfig(),
+    )
+    ways = mesh.get("data", 1) * mesh.get("fsdp", 1) * mesh.get("expert", 1)
+    data = dataclasses.replace(config.data, global_batch=rows * ways)
+    return task_of(config.replace(plan=plan, data=data)), plan, target
+
+
+@pytest.mark.catches(
+    "gradients-of-layers-are-forgotten", "experts-are-gathered", "sums-of-activations-are-forgotten"
+)
+@pytest.mark.parametrize(
+    ("name", "target", "preset_name", "mesh", "remat", "rows"),
+    [
+        ("llama3_8b", "h100:1x8", "zero3", {"fsdp": 8}, "qkv+attention", 1),
+        ("llama3_8b", "h100:1x8", "zero3+megatron_sp", {"fsdp": 4, "tensor": 2}, "full", 2),
+        ("mixtral_8x7b", "h100:8x8", "zero3", {"fsdp": 8, "expert": 8}, "attention", 1),
+    ],
+)
+def test_bytes_and_collectives_follow_compiled_programs(
+    name, target, preset_name, mesh, remat, rows
+):
+    task, plan, target = case(name, target, preset_name, mesh, remat, rows)
+    predicted = predict(profile_task(task, plan, target), plan, target)
+    found = inspect_task(task, plan, target)
+    total = found.memory.total_bytes
+    assert abs(predicted.bytes.total - total) <= 0.04 * total
+    terms = found.memory.terms
+    states = terms["parameters"] + terms["optimizer"]
+    assert predicted.bytes.states == pytest.approx(states, rel=1e-3)
+    saved = sum(size for term, size in terms.items() if term.startswith("saved"))
+    assert predicted.bytes.kept == pytest.approx(saved, rel=0.01)
+    truth: dict[str, float] = {}
+    for link in found.links:
+        kind = link.totals.kind
+        truth[kind] = truth.get(kind, 0.0) + link.totals.ring_bytes
+    formula: dict[str, float] = {}
+    for one in predicted.sent:
+        formula[one.kind] = formula.get(one.kind, 0.0) + one.bytes
+    for kind, size in truth.items():
+        if size > 1e-3 * sum(truth.values()):
+            assert formula[kind] == pytest.approx(size, rel=0.02), kind
+
+
+@pytest.mark.catches("over-budget-is-named")
+def test_a_plan_that_is_named_fits_as_it_was_compiled():
+    config = recipe("llama_stdlib")
+    target = parse_target("h100:1x2")
+    answer = plan_run(Subject.of(config), config.plan, target, top=1, device_gb=0.5, processes=1)
+    (one,) = answer.plans
+    assert one.found is not None
+    assert one.total_bytes <= 0.5e9
+    plan = Plan.from_json(json.loads(json.dumps(one.to_json()["plan"])))
+    found = inspect_task(task_of(config.replace(plan=plan)), plan, target)
+    assert found.memory.total_bytes == one.total_bytes
