@@ -12,10 +12,11 @@ import pytest
 from colossax.cli import main
 from colossax.config import OffloadConfig, Plan
 from colossax.errors import InputError
-from colossax.inference import open_checkpoint
+from colossax.inference import beside, open_checkpoint
 from colossax.models import LlamaConfig, maker
-from colossax.models.hf import copy_checkpoint, import_checkpoint
-from colossax.nn import describe
+from colossax.models.hf import copy_checkpoint, export_checkpoint, import_checkpoint
+from colossax.models.hf_folder import read_params
+from colossax.nn import AdapterConfig, describe
 from colossax.nn.quantised.codes import Packing, dequantise
 from colossax.nn.quantised.grid import Grid
 from colossax.nn.quantised.kept import with_kept
@@ -24,6 +25,7 @@ from colossax.pallas import target
 from colossax.scheduling import EngineRequest
 from colossax.sharding import use
 from tests.cases import quick_first
+from tests.inference.beside.made import adapter
 from tests.inference.weights.made import logits, stored
 from tests.models.test_packed import CASES, folders
 from tests.models.test_parity import expected
@@ -120,9 +122,38 @@ def test_any_mesh_says_what_the_floats_say(folder, case, name):
 
 
 @pytest.mark.catches("kept-parts-of-others")
-def test_maps_that_a_folder_has_side_by_side_are_taken_apart(folder):
-    one = imported(folder, "awq", of="phi3")
-    assert_same_numbers(one)
+@pytest.mark.parametrize(("of", "maps"), [("phi3", 7), ("qwen3_moe", 4)])
+def test_maps_side_by_side_are_taken_apart_and_experts_stay_floats(folder, of, maps):
+    """Queries, keys and values in one matrix; experts that are in codes in the folder."""
+    one = imported(folder, "awq", of=of)
+    assert_same_numbers(one, maps)
+    tokens = expected(of)["input_ids"]
+    wanted, found = (logits(loaded(one, form), tokens) for form in ("own", "kept"))
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
+
+
+def test_an_export_is_of_the_floats(folder, tmp_path):
+    one = imported(folder, "awq")
+    export_checkpoint(one.directory, tmp_path / "exported")
+    found, wanted = (
+        read_params(path)[1] for path in (tmp_path / "exported", folder / "llama, awq" / "plain")
+    )
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def test_adapters_stand_beside_codes_as_beside_floats(folder, tmp_path):
+    one = imported(folder, "awq")
+    adapters = {"mine": adapter(tmp_path / "mine", one, AdapterConfig(rank=2, alpha=4.0), 1)}
+    prompt = tuple(expected("llama")["prompt"].tolist())
+    asked = [EngineRequest(prompt=prompt, max_tokens=8, adapter=name) for name in (None, "mine")]
+    said = []
+    for form in ("own", "kept"):
+        both = beside(one.with_weights(form), adapters)
+        model = both.load(Plan(mesh={"fsdp": 1}), jax.devices()[:1], unroll=True)
+        engine = model.engine(slots=32, seats=2, page_tokens=4, mixed_tokens=8)
+        said.append([tuple(x.token for x in found) for found in engine.generate_all(asked)])
+    assert said[0] == said[1] and said[0][0] != said[0][1]
 
 
 @pytest.mark.parametrize(
