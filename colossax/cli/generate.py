@@ -116,7 +116,7 @@ def weights_option(parser: argparse.ArgumentParser) -> None:
         default="own",
         help="keep matrices in codes, made while they are read: int8, fp8, nf4, int4 (int4:64 in"
         " groups of 64 inputs, int4-sym without zeros), or 2:4 or 1:4, one or two of four inputs;"
-        " default own",
+        " kept: maps in the codes of the quantised folder that was imported; default own",
     )
     parser.add_argument(
         "--outliers",

@@ -27,7 +27,6 @@ from colossax.nn.adapters.several import (
     with_adapters,
 )
 from colossax.nn.quantised.module import with_quantised
-from colossax.nn.quantised.serving import with_served
 from colossax.sharding import param_sharding
 from colossax.typing import Dims, ParamInfo, Params
 
@@ -93,7 +92,7 @@ class StoredBeside(StoredModel):
         made = maker(self.model)
         if self._first.base != "own":
             made = with_quantised(made, self._first.base, double=self._first.double)
-        made = with_served(made, self.weights)
+        made = self._served(made)
         return with_adapters(made, {name: one.adapter for name, one in self.beside.items()})
 
     def _described(

@@ -34,10 +34,11 @@ from colossax.inference.stored.documents import (
     precision_of,
     tokenizer_of,
 )
+from colossax.inference.stored.grids import KeptGrids
 from colossax.models import config_from_json, maker
 from colossax.models.adapters.quantising import read_with_codes
 from colossax.nn import AdapterConfig, DecoderConfig, MakeModel, ModelSpec, describe, with_adapter
-from colossax.nn.quantised.forms import check_form
+from colossax.nn.quantised.forms import KEPT, check_form
 from colossax.nn.quantised.serving import with_served
 from colossax.sharding import use, validate
 from colossax.sharding.rules import uneven_layers
@@ -81,7 +82,7 @@ class StoredModel:
 
         Raises:
             InputError: The form is unknown or has no outliers, their file is none, or this is an
-                adapter, whose base has a form already.
+                adapter, whose base has a form already; or codes are to be kept, and there are none.
         """
         check_form(form, outliers=outliers is not None)
         if form != "own" and self.adapter:
@@ -89,6 +90,8 @@ class StoredModel:
                 f"weights: {form} is asked for, and '{self.directory}' is an adapter, which learned"
                 f" beside matrices kept as {self.adapter.base}; export it merged, or give own"
             )
+        if form == KEPT:
+            KeptGrids(*self.origin).check()
         found = Outliers.read(outliers) if isinstance(outliers, str | Path) else outliers
         return dataclasses.replace(self, weights=form, outliers=found)
 
@@ -275,9 +278,13 @@ class StoredModel:
         return fit_layers(made, parameters_alone(plan), self.config.layers)
 
     def _make_model(self) -> MakeModel:
+        return with_adapter(self._served(maker(self.model)), self.adapter)
+
+    def _served(self, make_model: MakeModel) -> MakeModel:
+        """The same, its matrices kept as is asked."""
         count = self.outliers.count if self.outliers else 0
-        served = with_served(maker(self.model), self.weights, outliers=count)
-        return with_adapter(served, self.adapter)
+        grid_of = KeptGrids(*self.origin) if self.weights == KEPT else None
+        return with_served(make_model, self.weights, outliers=count, grid_of=grid_of)
 
     def _described(
         self, plan: Plan, devices: Sequence[jax.Device] | None

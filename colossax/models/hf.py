@@ -22,6 +22,7 @@ from colossax.models.conversions import CONVERSIONS
 from colossax.models.embedding import write_modules
 from colossax.models.hf_folder import Source, open_folder
 from colossax.models.hf_folder import read_params as read_params
+from colossax.models.packed.kept import KeptCodes
 from colossax.models.parameters import (
     CHAT_DOCUMENT,
     MODEL_DOCUMENT,
@@ -44,7 +45,8 @@ _TOKENIZER_FILE = "tokenizer.json"
 def import_checkpoint(folder: str | Path, out: str | Path, plan: Plan | None = None) -> None:
     """Write the model in a Hugging Face folder as step 0 of a new checkpoint.
 
-    Everything is checked before anything is written; numbers keep their type.
+    Everything is checked before anything is written; numbers keep their type. Beside those of maps
+    that the folder has in codes lie the codes, see `KeptCodes`.
 
     Args:
         folder: Holds config.json, safetensors and, if the tokenizer is to come along,
@@ -72,9 +74,11 @@ def import_checkpoint(folder: str | Path, out: str | Path, plan: Plan | None = N
             documents[CHAT_DOCUMENT] = chat.to_json()
     with left_as_it_was(out), RecordWriter(out) as writer:
         declare(writer, source.infos, source.dtypes)
+        codes = KeptCodes(source, writer)
         experts: dict[str, np.ndarray] = {}
         for tensor in source.tensors:
             _copy_in(source, tensor, writer, experts)
+            codes.write(tensor)
         writer.finish(documents)
 
 

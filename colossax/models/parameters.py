@@ -17,7 +17,8 @@ from colossax.models.registry import config_from_json, config_to_json, maker
 from colossax.nn import ModelSpec, describe
 from colossax.typing import ParamInfo
 
-PARAMS = "model/params"
+CODES = "codes"
+PARAMS, CODES_PREFIX = "model/params", f"model/{CODES}"
 _STATE = "model/optimizer"
 _EMA, _SCHEDULE_FREE = f"{_STATE}/average", f"{_STATE}/z"
 MODEL_DOCUMENT, PLAN_DOCUMENT, TOKENIZER_DOCUMENT = "model", "plan", "tokenizer"

@@ -15,12 +15,15 @@ pytestmark = pytest.mark.aot
 K, N = 4096, 14_336
 
 
-@pytest.mark.parametrize("zeros", [False, True])
-@pytest.mark.parametrize("rows", [1, 16, 32])
-def test_the_kernel_is_assembled_without_spills(rows, zeros):
+CASES = [(m, z, jnp.bfloat16) for m in (1, 16, 32) for z in (False, True)]
+
+
+@pytest.mark.parametrize(("rows", "zeros", "scales"), [*CASES, (16, True, jnp.float16)])
+def test_the_kernel_is_assembled_without_spills(rows, zeros, scales):
     codes = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.uint8)
     numbers = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
-    given = [numbers((rows, K)), codes((K // 2, N)), numbers((K // 128, N))]
+    of_groups = jax.ShapeDtypeStruct((K // 128, N), scales)
+    given = [numbers((rows, K)), codes((K // 2, N)), of_groups]
     given += [codes((K // 128, N))] if zeros else []
 
     def run(x, codes, scales, zeros=None):

@@ -193,6 +193,16 @@ TENSORS = [
         "q_proj.g_idx: names groups from 4 to 4, and there are 4; copy",
     ),
     (
+        "gptq, inputs in another order",
+        lambda t: t.pop(f"{Q}g_idx"),
+        r"q_proj.weight: is stored in codes and has no 'g_idx', I32\[32\]; copy",
+    ),
+    (
+        "compressed with zeros",
+        lambda t: t.pop(f"{Q}weight_zero_point"),
+        r"q_proj.weight: is stored in codes and has no 'weight_zero_point', I32\[4, 4\]; copy",
+    ),
+    (
         "compressed",
         lambda t: t.update({f"{Q}weight_packed": np.ones((32, 3), np.int32)}),
         r"q_proj.weight_packed: is I32\[32, 3\] where config.json gives I32\[32, 4\]",
@@ -212,6 +222,25 @@ TENSORS = [
 def test_parts_that_do_not_fit_are_refused(tmp_path, case, change, message):
     packed, _ = folders(tmp_path, *CASES[case], change)
     with pytest.raises(WeightsError, match=message):
+        read_params(packed)
+
+
+@pytest.mark.catches("zeros-out-of-bounds")
+@pytest.mark.parametrize("zero", [-9, -8, 7, 8])
+def test_a_zero_that_is_no_code_is_refused(tmp_path, zero):
+    """Of a matrix with one scale, whose zero has a byte of its own."""
+
+    def change(tensors):
+        for name in [name for name in tensors if name.endswith("weight_scale")]:
+            tensors[name] = tensors[name][:1, 0]
+            tensors[name.replace("scale", "zero_point")] = np.full(1, zero, np.int8)
+
+    said = of_compressed(strategy="tensor", symmetric=False, group_size=None)
+    packed, _ = folders(tmp_path, compressed, {}, said, change)
+    if zero in (-8, 7):
+        assert read_params(packed)
+        return
+    with pytest.raises(WeightsError, match=f"zero_point: has numbers from {zero} to {zero}, more"):
         read_params(packed)
 
 

@@ -12,7 +12,9 @@ import numpy as np
 from colossax.checkpoint import ArraySlot, Checkpointer, RecordReader, slot_of
 from colossax.config import BoundPlan
 from colossax.errors import CheckpointError
+from colossax.models.parameters import CODES
 from colossax.nn.quantised.codes import Packing, dequantise, quantised
+from colossax.nn.quantised.forms import KEPT
 from colossax.offload import new_stack, store
 from colossax.sharding import param_sharding
 from colossax.typing import ParamInfo
@@ -33,6 +35,8 @@ def read_with_codes(
 ) -> list[jax.Array]:
     """Parameters of a checkpoint, codes made of the matrices that it holds in floats.
 
+    Codes that it has itself, `kept`, are read as they are.
+
     Args:
         reader: The checkpoint.
         prefix: Of the records of its parameters.
@@ -45,15 +49,19 @@ def read_with_codes(
     Raises:
         CheckpointError: Records are missing, of another model, or damaged; or there are others.
     """
-    packed = [at for at, info in enumerate(infos) if info.quantised is not None]
+    coded = [at for at, info in enumerate(infos) if info.quantised is not None]
+    kept = [at for at in coded if infos[at].quantised.of.form == KEPT]
+    packed = [at for at in coded if at not in kept]
     plain = [at for at, info in enumerate(infos) if info.quantised is None]
     slots = [wants[at][0] for at in plain]
-    slots += [matrix_slot(reader, prefix, infos[at]) for at in packed]
+    slots += [matrix_slot(reader, prefix, infos[at]) for at in coded]
     checkpointer = Checkpointer(reader.directory)
     checkpointer.check(reader.step, slots, exact=exact)
     own = [wants[at] for at in plain]
     arrays = checkpointer.restore(reader.step, own, convert=True, exact=False)
     found = dict(zip(plain, arrays, strict=True))
+    own = [(_kept_slot(prefix, infos[at]), wants[at][1]) for at in kept]
+    found.update(zip(kept, checkpointer.restore(reader.step, own, exact=False), strict=True))
     codes = read_quantised(reader, prefix, [infos[at] for at in packed], bound, columns)
     found.update(zip(packed, codes, strict=True))
     return [found[at] for at in range(len(infos))]
@@ -112,6 +120,12 @@ def _columns_of(info: ParamInfo, row: int, columns: Columns | None) -> jax.Array
         return None
     assert columns is not None and info.stood_at is not None
     return jnp.asarray(columns[info.stood_at][(info.first_layer or 0) + row])
+
+
+def _kept_slot(prefix: str, info: ParamInfo) -> ArraySlot:
+    """The record of a part of a matrix that was imported in codes."""
+    at = dataclasses.replace(info, path=f"{info.stood_at}/{info.quantised.name}")
+    return slot_of(at, f"{prefix.partition('/')[0]}/{CODES}")
 
 
 def matrix_slot(reader: RecordReader, prefix: str, info: ParamInfo, row: int = 0) -> ArraySlot:

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from colossax.errors import InputError
-from colossax.models.packed.matrix import FLOATS, PackedMatrix, unpacked
+from colossax.errors import InputError, WeightsError
+from colossax.models.packed.matrix import FLOATS, Codes, PackedMatrix, unpacked
 from colossax.models.packed.settings import CONFIG, mapping, one_of
 
 _FORMATS = {
@@ -106,10 +106,11 @@ def _scheme(said: Mapping[str, Any], form: str) -> Compressed:
 
 
 class _CompressedMatrix(PackedMatrix):
-    scales_name = "weight_scale"
+    scales_name, order_name = "weight_scale", "weight_g_idx"
 
     def __init__(self, how: Compressed, *where: Any):
-        self._how = how
+        self._how, self.bits = how, how.bits
+        self.floats = how.form == "float-quantized"
         super().__init__(*where)
 
     def check(self) -> None:
@@ -122,7 +123,8 @@ class _CompressedMatrix(PackedMatrix):
             self.expect("weight", (kind,), (out, inputs))
         scales = ((out, self.groups),) if how.each else ((1,), (1, 1), ())
         self.expect("weight_scale", FLOATS, *scales)
-        if how.zeros or self.has("weight_zero_point"):
+        self.with_zeros = self.has("weight_zero_point")
+        if how.zeros or self.with_zeros:
             self._check_zeros(scales)
         if how.ordered or self.has("weight_g_idx"):
             self.expect("weight_g_idx", ("I32",), (inputs,))
@@ -134,21 +136,19 @@ class _CompressedMatrix(PackedMatrix):
         else:
             self.expect("weight_zero_point", ("I8",), *scales)
 
-    def unpacked(self) -> np.ndarray:
-        out, inputs = self.shape
-        of = self.groups_of_inputs("weight_g_idx", self.groups)
-        codes = (
-            self._signed("weight_packed", 1, inputs) if self._how.packed else self.read("weight")
+    def codes(self) -> Codes:
+        zeros = 0 if self.floats else 2 ** (self.bits - 1)
+        return Codes(
+            self._words("weight_packed", 1) if self._how.packed else self._in_bytes("weight"),
+            self._spread(self.read("weight_scale")),
+            self._spread(self._zeros()) if self.with_zeros else zeros,
+            self.groups_of_inputs(),
         )
-        values = codes.astype(np.float32)
-        if self.has("weight_zero_point"):
-            values -= self._spread(self._zeros())[:, of]
-        return values * self._spread(self.read("weight_scale").astype(np.float32))[:, of]
 
     def _zeros(self) -> np.ndarray:
         if self._how.packed and self._how.each:
-            return self._signed("weight_zero_point", 0, self.shape[0])
-        return self.read("weight_zero_point").astype(np.float32)
+            return self._words("weight_zero_point", 0)
+        return self._in_bytes("weight_zero_point")
 
     def _spread(self, found: np.ndarray) -> np.ndarray:
         """Numbers of each output and group."""
@@ -156,7 +156,19 @@ class _CompressedMatrix(PackedMatrix):
             found.reshape(found.shape if self._how.each else (1, 1)), (self.shape[0], self.groups)
         )
 
-    def _signed(self, part: str, axis: int, count: int) -> np.ndarray:
-        """Whole numbers, which words hold from the least one on."""
-        codes = unpacked(self.read(part), self._how.bits, axis, count)
-        return codes.astype(np.float32) - 2 ** (self._how.bits - 1)
+    def _words(self, part: str, axis: int) -> np.ndarray:
+        """Codes, which words hold from the least one on, as they are here."""
+        return unpacked(self.read(part), self.bits, axis, self.shape[axis])
+
+    def _in_bytes(self, part: str) -> np.ndarray:
+        """What has a byte each; whole numbers have a sign there, and here begin at 0."""
+        found = self.read(part)
+        if self.floats:
+            return found
+        codes = found.astype(np.int16) + 2 ** (self.bits - 1)
+        if codes.min(initial=0) < 0 or codes.max(initial=0) >= 2**self.bits:
+            raise WeightsError(
+                f"{self._files[part]}: has numbers from {found.min()} to {found.max()}, more than"
+                f" {self.bits} bits tell apart; copy the weights again"
+            )
+        return codes.astype(np.uint8)

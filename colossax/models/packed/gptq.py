@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from colossax.models.packed.matrix import FLOATS, PackedMatrix, unpacked
+from colossax.models.packed.matrix import FLOATS, Codes, PackedMatrix, unpacked
 from colossax.models.packed.settings import one_of
 
 _ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -55,8 +55,10 @@ class GPTQ:
 
 
 class _GPTQMatrix(PackedMatrix):
+    order_name = "g_idx"
+
     def __init__(self, how: GPTQ, *where: Any):
-        self._how = how
+        self._how, self.bits = how, how.bits
         super().__init__(*where)
 
     def check(self) -> None:
@@ -70,16 +72,15 @@ class _GPTQMatrix(PackedMatrix):
         if self._how.ordered or self.has("g_idx"):
             self.expect("g_idx", ("I32",), (inputs,))
 
-    def unpacked(self) -> np.ndarray:
-        (out, inputs), bits = self.shape, self._how.bits
+    def codes(self) -> Codes:
+        (out, inputs), bits = self.shape, self.bits
         codes = unpacked(self.read("qweight"), bits, 0, inputs)
         words = self.read("qzeros").view(np.uint32)
         if self._how.less_one:
             # One for each code, added to words as it was taken from words: a zero of 0 borrows.
             words = words + np.uint32(sum(1 << at for at in range(0, 32, bits)))
-        zeros, scales = unpacked(words, bits, 1, out), self.read("scales").astype(np.float32)
-        of = self.groups_of_inputs("g_idx", self.groups)
-        return ((codes.astype(np.float32) - zeros[of]) * scales[of]).T
+        zeros, of = unpacked(words, bits, 1, out), self.groups_of_inputs()
+        return Codes(codes.T, self.read("scales").T, zeros.T, of)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,6 +114,8 @@ class AWQ:
 
 
 class _AWQMatrix(PackedMatrix):
+    bits = 4
+
     def __init__(self, how: AWQ, *where: Any):
         self._how = how
         super().__init__(*where)
@@ -125,12 +128,10 @@ class _AWQMatrix(PackedMatrix):
         self.expect("qzeros", ("I32",), (self.groups, words))
         self.expect("scales", FLOATS, (self.groups, out))
 
-    def unpacked(self) -> np.ndarray:
-        out, inputs = self.shape
+    def codes(self) -> Codes:
+        out, _ = self.shape
         codes, zeros = (_in_order(self.read(name), out) for name in ("qweight", "qzeros"))
-        blocks = codes.astype(np.float32).reshape(self.groups, -1, out) - zeros[:, None]
-        scales = self.read("scales").astype(np.float32)
-        return (blocks * scales[:, None]).reshape(inputs, out).T
+        return Codes(codes.T, self.read("scales").T, zeros.T, self.groups_of_inputs())
 
 
 def _in_order(words: np.ndarray, out: int) -> np.ndarray:

@@ -1,6 +1,7 @@
 """A matrix of a folder that is stored as several tensors, and what all kinds of these share."""
 
 import abc
+import dataclasses
 from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
@@ -28,19 +29,53 @@ class Packed(Protocol):
         ...
 
 
+@dataclasses.dataclass(frozen=True)
+class Codes:
+    """A matrix in codes: `number = (code - zero) scale`.
+
+    Attributes:
+        codes: `[out, in]`, whole numbers from 0 on in uint8, or floats of eight bits.
+        scales: `[out, groups]`.
+        zeros: Shaped alike, in codes; or the one of all.
+        of: Of each input which group it is in.
+    """
+
+    codes: np.ndarray
+    scales: np.ndarray
+    zeros: np.ndarray | int
+    of: np.ndarray
+
+    def numbers(self) -> np.ndarray:
+        """What they stand for, computed in float32."""
+        values = self.codes.astype(np.float32)
+        zeros = self.zeros
+        values -= zeros if isinstance(zeros, int) else zeros.astype(np.float32)[:, self.of]
+        values *= self.scales.astype(np.float32)[:, self.of]
+        return values
+
+
 class PackedMatrix(abc.ABC):
-    """A matrix `[out, in]` of codes, with scales in floating point: `number = (code - zero) scale`.
+    """A matrix `[out, in]` of codes, with scales in floating point; see `Codes`.
 
     Numbers are computed in float32 and rounded once to the type of the scales.
 
     Attributes:
         scales_name: The part that scales are.
+        order_name: The part that says which group an input is in, where files may have one.
+        bits: Of a code.
+        floats: Whether codes are floats.
+        with_zeros: Whether groups have zeros of their own.
+        groups: Into how many inputs fall.
 
     Cost: the matrix is unpacked whole, in float32, when its first rows are asked for, and let go
     with its last ones.
     """
 
-    scales_name = "scales"
+    scales_name, order_name = "scales", ""
+    bits: int
+    floats = False
+    with_zeros = True
+    groups: int
 
     def __init__(self, tensor: Tensor, files: Mapping[str, str], reader: Reader):
         """Check what is stored.
@@ -69,13 +104,19 @@ class PackedMatrix(abc.ABC):
         """Refuse parts that do not hold the matrix."""
 
     @abc.abstractmethod
-    def unpacked(self) -> np.ndarray:
-        """The matrix `[out, in]`, in float32."""
+    def codes(self) -> Codes:
+        """What is stored, read."""
+
+    def ordered(self) -> bool:
+        """Whether inputs that share a group are no neighbours; reads what says so."""
+        inputs = self.shape[1]
+        beside = np.arange(inputs) // (inputs // self.groups)
+        return not np.array_equal(self.groups_of_inputs(), beside)
 
     def rows(self, first: int, count: int) -> np.ndarray:
         """See `Packed`."""
         if self._whole is None:
-            self._whole = self.unpacked().astype(self.dtype)
+            self._whole = self.codes().numbers().astype(self.dtype)
         found = self._whole[first : first + count]
         if first + count == self.shape[0]:
             self._whole = None
@@ -126,13 +167,13 @@ class PackedMatrix(abc.ABC):
             )
         return along // size
 
-    def groups_of_inputs(self, part: str, groups: int) -> np.ndarray:
+    def groups_of_inputs(self) -> np.ndarray:
         """The group of each input, as a part says it; without it neighbours have one.
 
         Raises:
             WeightsError: It names one that there is not.
         """
-        inputs = self.shape[1]
+        inputs, part, groups = self.shape[1], self.order_name, self.groups
         if not self.has(part):
             return np.arange(inputs) // (inputs // groups)
         found = self.read(part)

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from colossax.errors import InputError
 from colossax.nn.quantised.forms import IN_GROUPS, SPARSE, Form
+from colossax.nn.quantised.grid import Grid, of_grid
 from colossax.nn.quantised.groups import in_groups, of_groups
 from colossax.nn.quantised.sparse import expanded, pruned
 from colossax.pallas.sparse_matmul import FOUR
@@ -65,15 +66,17 @@ class Packing:
             earlier one in its high bits; a scale, the largest absolute value, for each `BLOCK`
             inputs of an output. `int8`: eight bits, and a scale for each output. `fp8`: likewise,
             codes are floats of four bits of exponent and three of mantissa (e4m3). `int4`,
-            `int4-sym`: see `in_groups`. `2:4`, `1:4`: no codes, see `pruned`.
+            `int4-sym`: see `in_groups`. `2:4`, `1:4`: no codes, see `pruned`. `kept`: see `grid`.
         double: Of `nf4`: scales less their mean are in eight bits too, with a scale for each
             `SCALES_BLOCK` outputs.
         shape: Of the matrix, `[*in, *out]`, or of several, `[*apart, *in, *out]`.
         dims: Its logical names.
         contract: How many of them are of the input.
         apart: How many in front number matrices that are apart, as those of experts.
-        group: Of `int4` and `int4-sym`, inputs that share a scale.
+        group: Of `int4` and `int4-sym`, inputs that share a scale; of `kept`, where these are codes
+            as of `int4`.
         outliers: Of `int8` and `fp8`, how many inputs are kept as they are, beside the codes.
+        grid: Of `kept`, what its codes are.
     """
 
     form: str
@@ -84,6 +87,7 @@ class Packing:
     apart: int = 0
     group: int = 0
     outliers: int = 0
+    grid: Grid | None = None
 
     @property
     def input_axes(self) -> tuple[int, ...]:
@@ -103,6 +107,8 @@ class Packing:
     def part_dims(self) -> dict[str, Dims]:
         """Logical names of what is kept; several dims of the input are one, called as the first."""
         outs = self.dims[self.apart + self.contract :]
+        if self.grid is not None:
+            return self.grid.dims(self.dims[0], outs)
         if self.form in _EIGHT_BITS:
             beside = {"columns": (None,), "kept": (None, *outs)} if self.outliers else {}
             return {"codes": self.dims, "scales": (*self.dims[: self.apart], *outs)} | beside
@@ -158,8 +164,8 @@ class Part:
     """One of the arrays that a matrix is kept in.
 
     Attributes:
-        name: `codes`, `scales`, `zeros`, `steps` or `mean`; of sparse ones `values` or `index`; of
-            inputs that are kept as they are `columns`, their numbers, and `kept`.
+        name: `codes`, `scales`, `zeros`, `groups`, `steps` or `mean`; of sparse ones `values` or
+            `index`; of inputs that are kept as they are `columns`, their numbers, and `kept`.
         of: The matrix.
     """
 
@@ -212,6 +218,8 @@ def dequantise(
     packing: Packing, parts: Mapping[str, Array], dtype: jnp.dtype
 ) -> Float[Array, "*in_and_out"]:
     """The matrix that is kept, computed in float32 and rounded once."""
+    if packing.grid is not None:
+        return of_grid(packing.grid, parts, dtype).reshape(packing.shape)
     if packing.form in SPARSE:
         return jnp.moveaxis(expanded(parts, dtype), -1, 0).reshape(packing.shape)
     if packing.form in IN_GROUPS:

@@ -8,8 +8,11 @@ from colossax.nn.quantised.groups import GROUP
 
 EIGHT_BITS = ("int8", "fp8")
 IN_GROUPS = ("int4", "int4-sym")
+KEPT = "kept"
+"""In the codes of the folder that the checkpoint was imported from."""
+
 SPARSE = ("2:4", "1:4")
-SERVED = ("own", *EIGHT_BITS, "nf4", *IN_GROUPS, *SPARSE)
+SERVED = ("own", *EIGHT_BITS, "nf4", *IN_GROUPS, KEPT, *SPARSE)
 """How matrices may be kept that a model generates with."""
 
 _ASKED = re.compile(r"(int4(?:-sym)?):([1-9]\d{0,5})")

@@ -19,7 +19,7 @@ from colossax.nn.quantised.sparse import expanded
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class GroupedWeight(CodedWeight):
-    """Codes of four bits with a scale, and perhaps a zero, for each group of inputs.
+    """Codes of four bits with a scale, and perhaps a zero, for each group of inputs; or a `Grid`.
 
     Cost: at rest 4 bits for each number, 16 for each group, and 8 for its zero. Where the kernel is
     taken (`by_kernel`) these are read; else the matrix in the compute dtype is there while it is

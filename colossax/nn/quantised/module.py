@@ -11,7 +11,7 @@ from colossax.nn.layers import Linear
 from colossax.nn.module import MakeModel, param
 from colossax.nn.quantised.coded import CodedWeight
 from colossax.nn.quantised.codes import Packing, Part, quantise
-from colossax.nn.quantised.forms import IN_GROUPS, SPARSE
+from colossax.nn.quantised.forms import IN_GROUPS, KEPT, SPARSE
 from colossax.nn.quantised.made import GroupedWeight, SparseWeight
 from colossax.nn.quantised.weight import QuantisedWeight
 from colossax.nn.weights import Weighted, with_weights
@@ -22,13 +22,18 @@ class InCodes(nnx.Module):
 
     def __init__(self, held: nnx.Variable, packing: Packing):
         self.packing = packing
-        made, dims = quantise(packing, held[...]), packing.part_dims()
+        made, dims = self.made(packing, held[...]), packing.part_dims()
         for name, value in made.items():
             part = Part(name, packing)
             dtype = None if part.as_the_matrix else value.dtype
             own: Any = param(value, dims[name], learns=False, dtype=dtype)
             own.set_metadata(quantised=part, inside=1)
             setattr(self, name, own)
+
+    @staticmethod
+    def made(packing: Packing, w: Array) -> dict[str, Array]:
+        """What is kept of a matrix, by name."""
+        return quantise(packing, w)
 
     @property
     def parts(self) -> dict[str, Array]:
@@ -45,7 +50,10 @@ class Quantised(InCodes):
         return _TYPES.get(self.packing.form, QuantisedWeight)(self.parts, self.packing)
 
 
-_TYPES = {**dict.fromkeys(IN_GROUPS, GroupedWeight), **dict.fromkeys(SPARSE, SparseWeight)}
+_TYPES = {
+    **dict.fromkeys((*IN_GROUPS, KEPT), GroupedWeight),
+    **dict.fromkeys(SPARSE, SparseWeight),
+}
 """Of forms that nothing learns beside."""
 
 

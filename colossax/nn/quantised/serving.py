@@ -9,7 +9,8 @@ from colossax.nn.experts import EXPERT_MATRICES, Experts
 from colossax.nn.layers import Linear
 from colossax.nn.module import MakeModel
 from colossax.nn.quantised.codes import Packing
-from colossax.nn.quantised.forms import EIGHT_BITS, check_form, form_of
+from colossax.nn.quantised.forms import EIGHT_BITS, KEPT, check_form, form_of
+from colossax.nn.quantised.kept import GridOf, with_kept
 from colossax.nn.quantised.module import InCodes, packing_of, with_quantised
 from colossax.nn.quantised.scaled import ScaledWeight
 from colossax.nn.weights import Weighted, with_weights
@@ -29,7 +30,9 @@ class Scaled(InCodes):
         return ScaledWeight(self.parts, self.packing)
 
 
-def with_served(make_model: MakeModel, form: str, *, outliers: int = 0) -> MakeModel:
+def with_served(
+    make_model: MakeModel, form: str, *, outliers: int = 0, grid_of: GridOf | None = None
+) -> MakeModel:
     """A factory of the same model, its matrices kept in codes.
 
     `int8` and `fp8`: the maps of layers, the matrices of experts and the head, see `ScaledWeight`.
@@ -41,6 +44,7 @@ def with_served(make_model: MakeModel, form: str, *, outliers: int = 0) -> MakeM
         make_model: Of a model whose maps are `colossax.nn.Linear`.
         form: See `form_of`.
         outliers: Of `int8` and `fp8`, how many inputs of each map of a layer are kept as they are.
+        grid_of: Of `kept`, what the codes of a map are, see `with_kept`.
 
     Raises:
         InputError: As `check_form`. When built: the form does not fit a matrix.
@@ -49,6 +53,9 @@ def with_served(make_model: MakeModel, form: str, *, outliers: int = 0) -> MakeM
     check_form(form, outliers=bool(outliers))
     if asked.name == "own":
         return make_model
+    if asked.name == KEPT:
+        assert grid_of is not None
+        return with_kept(make_model, grid_of)
     if asked.name not in EIGHT_BITS:
         return with_quantised(make_model, asked.name, group=asked.group, asked="weights")
     chosen = _Chosen(form, outliers)

@@ -28,18 +28,19 @@ pytestmark = pytest.mark.slow
 USUAL = Int4Spec(rows=3, inputs=256, outputs=128, dtype=jnp.dtype("bfloat16"), zeros=True)
 
 
-def operands(m, k, n, zeros, dtype=jnp.bfloat16):
+def operands(m, k, n, zeros, dtype=jnp.bfloat16, of_scales=None):
     """Rows, codes two a byte, scales, zeros or None; and the product in float64."""
     rng = np.random.default_rng(0)
     x = np.asarray(jnp.asarray(rng.normal(size=(m, k)), dtype), np.float64)
     numbers = rng.integers(0, 16, (k, n))
-    scales = np.asarray(jnp.asarray(rng.uniform(0.5, 2, (k // 128, n)), dtype), np.float64)
+    kind = of_scales or dtype
+    scales = np.asarray(jnp.asarray(rng.uniform(0.5, 2, (k // 128, n)), kind), np.float64)
     of_zero = rng.integers(0, 16, (k // 128, n)) if zeros else np.full((k // 128, n), 8)
     w = np.zeros((k, n))
     for i in range(k):
         w[i] = (numbers[i] - of_zero[i // 128]) * scales[i // 128]
     codes = np.asarray([numbers[2 * i] + 16 * numbers[2 * i + 1] for i in range(k // 2)], np.uint8)
-    given = (jnp.asarray(x, dtype), jnp.asarray(codes), jnp.asarray(scales, dtype))
+    given = (jnp.asarray(x, dtype), jnp.asarray(codes), jnp.asarray(scales, kind))
     return *given, jnp.asarray(of_zero, jnp.uint8) if zeros else None, x @ w
 
 
@@ -65,6 +66,16 @@ def test_the_kernel_is_what_is_written_down(m, k, n, zeros, parts, place):
     """More groups than stages; parts that have fewer groups than others."""
     *given, want = operands(m, k, n, zeros)
     how = {"parts": parts, "interpret": place == "interpret"}
+    found = jax.jit(functools.partial(mosaic_gpu.multiply, **how))(*given)
+    assert error(found, want) < 1e-5
+    assert no_races(place)
+
+
+@everywhere
+@pytest.mark.catches("int4-scales-of-one-type")
+def test_scales_of_float16_are_not_rounded(place):
+    *given, want = operands(5, 256, 128, True, of_scales=jnp.float16)
+    how = {"parts": 1, "interpret": place == "interpret"}
     found = jax.jit(functools.partial(mosaic_gpu.multiply, **how))(*given)
     assert error(found, want) < 1e-5
     assert no_races(place)
