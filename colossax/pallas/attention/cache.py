@@ -144,7 +144,7 @@ def attend_cache(
         return out.reshape(t, n, -1).astype(q.dtype), cache
     sinking = None if sink_q is None else sink_q.reshape(grouped.shape)
     plainly = read is keys_and_values
-    out = attend_by_kernel(grouped, cache, layer, pages, **where, plain=plainly)
+    out = attend_by_kernel(grouped, cache, layer, pages, **where, slot=slot, plain=plainly)
     if out is None:
         out = attend_pages(grouped, cache, layer, pages, **where, slot=slot, sink_q=sinking)
     if pages.heavy is not None:

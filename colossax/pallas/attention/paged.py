@@ -1,5 +1,6 @@
 """Attention of flat tokens to pages by the kernel, where `auto` takes it."""
 
+import dataclasses
 from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ from colossax.pallas.paged_attention import Attended, Seen, choose, paged_attent
 from colossax.pallas.target import current_target
 
 from .pages import Pages, Scores
+from .trees import MOST_NODES, with_trees
 
 if TYPE_CHECKING:
     from .cache import ReadSlots
@@ -25,6 +27,7 @@ def attend_by_kernel(
     scores: Scores,
     read: "ReadSlots",
     plain: bool,
+    slot: Int[Array, " t"] | None = None,
     implementation: str = "auto",
 ) -> Array | None:
     """What `attend_pages` gives, or None where that is to compute it.
@@ -39,6 +42,7 @@ def attend_by_kernel(
         scores: See there.
         read: See there; not called.
         plain: Whether `read` gives the cache's `k` and `v` as they are.
+        slot: As of `attend_pages`.
         implementation: Of `paged_attention`; `auto`: its kernel or, in its place, None.
 
     Raises:
@@ -50,7 +54,7 @@ def attend_by_kernel(
     chosen = chosen_for(q, cache, pages, scores, **given)
     if chosen is None:
         return None
-    where = {"seat": seat, "position": position, "scores": scores}
+    where = {"seat": seat, "position": position, "slot": slot, "scores": scores}
     return attend_groups(q, cache, layer, pages, **where, implementation=chosen)[0]
 
 
@@ -75,11 +79,16 @@ def chosen_for(
     Raises:
         NotImplementedError: The implementation named does not take this call, says why.
     """
-    # Trees, pages of rings, codes and seats that keep a window are attended to in the plain form.
-    other = pages.branches is not None or pages.ring or pages.rings or pages.kept is not None
+    # Pages of rings, codes and seats that keep a window are attended to in the plain form.
+    other = pages.ring or pages.rings or pages.kept is not None
     if not plain or other or cache.keys() != {"k", "v"}:
         return None
-    unknown = {"ALiBi": scores.slopes is not None, "a RelativeBias": scores.biases}
+    nodes = 0 if pages.branches is None else pages.branches.depth.shape[-1]
+    unknown = {
+        "ALiBi": scores.slopes is not None,
+        "a RelativeBias": scores.biases,
+        f"a tree of {nodes} tokens, more than {MOST_NODES},": nodes > MOST_NODES,
+    }
     spec = spec_of(
         q[jnp.clip(pages.groups, 0)],
         cache["k"],
@@ -89,6 +98,7 @@ def chosen_for(
         mass=mass,
         more=tuple(name for name, yes in unknown.items() if yes),
     )
+    spec = dataclasses.replace(spec, words=nodes > 0)
     chosen = choose(spec, current_target(), implementation)
     return None if chosen == "xla" and implementation == "auto" else chosen
 
@@ -103,6 +113,7 @@ def attend_groups(
     position: Int[Array, " t"],
     scores: Scores,
     implementation: str,
+    slot: Int[Array, " t"] | None = None,
     mass: bool = False,
 ) -> tuple[Float[Array, "t k r hv"], Attended]:
     """What tokens see, 0 for those of no group, and what `paged_attention` told of the groups.
@@ -110,19 +121,26 @@ def attend_groups(
     Args:
         q, cache, layer, pages, seat, position, scores: As of `attend_pages`.
         implementation: Of `paged_attention`, as `chosen_for` says.
+        slot: Likewise; asked for where there are trees.
         mass: Whether what is given to each slot is asked for.
 
     Cost: that of `paged_attention`.
     """
     there = (pages.groups >= 0) & (seat[pages.groups] >= 0)
     own = jnp.max(jnp.where(there, seat[pages.groups], 0), axis=1)
+    place = jnp.where(there, position[pages.groups], -1)
+    seen = _seen(place, scores)
+    if pages.branches is not None and slot is not None:
+        trees = pages.branches.of_groups(jnp.clip(pages.groups, 0), jnp.clip(own, 0))
+        last = jnp.max(jnp.where(there, slot[pages.groups], -1), axis=1)
+        seen = with_trees(seen, place, trees, last)
     found = paged_attention(
         q[jnp.clip(pages.groups, 0)],
         cache["k"],
         cache["v"],
         layer,
         rows=pages.table[jnp.clip(own, 0)],
-        seen=_seen(jnp.where(there, position[pages.groups], -1), scores),
+        seen=seen,
         scale=scores.scale,
         soft_cap=scores.soft_cap,
         sinks=scores.sinks,
