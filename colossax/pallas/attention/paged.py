@@ -27,7 +27,6 @@ def attend_by_kernel(
     scores: Scores,
     read: "ReadSlots",
     plain: bool,
-    slot: Int[Array, " t"] | None = None,
     implementation: str = "auto",
 ) -> Array | None:
     """What `attend_pages` gives, or None where that is to compute it.
@@ -42,7 +41,6 @@ def attend_by_kernel(
         scores: See there.
         read: See there; not called.
         plain: Whether `read` gives the cache's `k` and `v` as they are.
-        slot: As of `attend_pages`.
         implementation: Of `paged_attention`; `auto`: its kernel or, in its place, None.
 
     Raises:
@@ -54,7 +52,7 @@ def attend_by_kernel(
     chosen = chosen_for(q, cache, pages, scores, **given)
     if chosen is None:
         return None
-    where = {"seat": seat, "position": position, "slot": slot, "scores": scores}
+    where = {"seat": seat, "position": position, "scores": scores}
     return attend_groups(q, cache, layer, pages, **where, implementation=chosen)[0]
 
 
@@ -113,7 +111,6 @@ def attend_groups(
     position: Int[Array, " t"],
     scores: Scores,
     implementation: str,
-    slot: Int[Array, " t"] | None = None,
     mass: bool = False,
 ) -> tuple[Float[Array, "t k r hv"], Attended]:
     """What tokens see, 0 for those of no group, and what `paged_attention` told of the groups.
@@ -121,7 +118,6 @@ def attend_groups(
     Args:
         q, cache, layer, pages, seat, position, scores: As of `attend_pages`.
         implementation: Of `paged_attention`, as `chosen_for` says.
-        slot: Likewise; asked for where there are trees.
         mass: Whether what is given to each slot is asked for.
 
     Cost: that of `paged_attention`.
@@ -130,10 +126,9 @@ def attend_groups(
     own = jnp.max(jnp.where(there, seat[pages.groups], 0), axis=1)
     place = jnp.where(there, position[pages.groups], -1)
     seen = _seen(place, scores)
-    if pages.branches is not None and slot is not None:
+    if pages.branches is not None:
         trees = pages.branches.of_groups(jnp.clip(pages.groups, 0), jnp.clip(own, 0))
-        last = jnp.max(jnp.where(there, slot[pages.groups], -1), axis=1)
-        seen = with_trees(seen, place, trees, last)
+        seen = with_trees(seen, place, trees)
     found = paged_attention(
         q[jnp.clip(pages.groups, 0)],
         cache["k"],

@@ -12,9 +12,7 @@ MOST_NODES = WORDS * WORD_BITS
 """Of a tree with its root: a bit for each."""
 
 
-def with_trees(
-    seen: Seen, place: Int[Array, "g w"], trees: Branches, last: Int[Array, " g"]
-) -> Seen:
+def with_trees(seen: Seen, place: Int[Array, "g w"], trees: Branches) -> Seen:
     """What tokens see whose guesses are trees: of their range what lies before it, and their line.
 
     Positions of what lies in a tree are no slots, so no range of slots says what a window or a
@@ -24,15 +22,12 @@ def with_trees(
         seen: The range that each token sees, of positions.
         place: Its position; negative: it is none, and sees nothing.
         trees: Of the groups, see `Branches.of_groups`; of at most `MOST_NODES`.
-        last: The last slot that the tokens of each group were written to: what lies behind it is
-            another's, and may be no number.
 
     Cost: `64 g w` integers.
     """
     begin, nodes = trees.begin[:, None], trees.depth.shape[1]
-    written = begin + jnp.arange(nodes, dtype=jnp.int32) <= last[:, None]
     position = (begin + trees.depth)[:, None]
-    shown = (position >= seen.lo[..., None]) & (position <= place[..., None]) & written[:, None]
+    shown = (position >= seen.lo[..., None]) & (position <= place[..., None])
     shown = jnp.pad(shown, ((0, 0), (0, 0), (0, MOST_NODES - nodes)))
     shown = shown.reshape(*place.shape, WORDS, WORD_BITS).astype(jnp.uint32)
     bits = shown << jnp.arange(WORD_BITS, dtype=jnp.uint32)

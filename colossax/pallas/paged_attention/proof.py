@@ -233,12 +233,12 @@ def treed(
     where = {
         "seat": jnp.repeat(jnp.arange(groups, dtype=jnp.int32), nodes),
         "position": (begin[:, None] + depth).reshape(-1),
-        "slot": (begin[:, None] + jnp.arange(nodes, dtype=jnp.int32)).reshape(-1),
         "scores": _scores(q, soft_cap),
         "read": lambda held: (held["k"], held["v"]),
     }
     if name is None:
-        return attend_pages(*given, **where)
+        slot = begin[:, None] + jnp.arange(nodes, dtype=jnp.int32)
+        return attend_pages(*given, **where, slot=slot.reshape(-1))
     return attend_by_kernel(*given, **where, plain=True, implementation=name)
 
 
