@@ -126,6 +126,28 @@ def test_trees_of_drafts_move_tokens_and_no_cache(name, kind):
     assert not [one for one in _made(compiled.hlo) if "4097,16" in one]
 
 
+@pytest.mark.parametrize(
+    ("name", "kind"), [("mixture", "mixed"), ("mixture", "decode"), ("window", "decode")]
+)
+def test_the_kernel_reads_trees_where_the_cache_is(name, kind):
+    """Heads that it knows: three operands more in each layer, and no copy of the cache."""
+    sizes = Sizes(seats=8, pages=4097, page_tokens=16, slots=64, mixed=64, decode=56, draft=6)
+    config = FAMILIES[name]
+    of_heads = {"embed": 64 * config.heads} if name == "mixture" else {"head_dim": 64}
+    config = dataclasses.replace(config, **of_heads)
+    with target("gpu", compute_capability=(9, 0)):
+        program, params = _program(config, Plan(), sizes, drafts=6)
+        compiled = compile_program(program.lowered(kind, params))
+    calls = re.findall(r"custom-call\((.*)\), custom.*paged_attention_kernel", compiled.hlo)
+    # The drafter guesses without, and reads along in mixed steps, the last layer's keys alone.
+    reads = config.layers - 1 if kind == "mixed" else 0
+    worded = [one.count("%") == 13 for one in calls]
+    assert sum(worded) == config.layers + reads
+    assert worded.count(False) == 2 * config.layers
+    assert compiled.stats.temp_size_in_bytes < cache_bytes(program) / 4
+    assert not [one for one in _made(compiled.hlo) if "4097,16" in one]
+
+
 @pytest.mark.parametrize("name", ["window", "chunks"])
 def test_rings_of_pages_are_written_in_place(name):
     """Of a sequence many times longer than what a layer with a window keeps of it."""

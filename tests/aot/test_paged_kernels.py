@@ -44,6 +44,8 @@ SHIPPED = {
     **{f"heads of {h}": (h, {}) for h in (64, 128, 256)},
     **{f"heads of {h}, everything": (h, EVERYTHING) for h in (64, 128, 256)},
     **{f"heads of {h}, heavy hitters": (h, {"mass": True}) for h in (64, 128, 256)},
+    **{f"heads of {h}, trees": (h, {"words": True, "width": 8}) for h in (64, 128, 256)},
+    "heads of 256, trees, capped": (256, {"words": True, "width": 16, "soft_cap": 30.0}),
     "heads of 256, heavy hitters, capped": (256, {"mass": True, "soft_cap": 30.0}),
     "heads of 256, heavy hitters, pages of 64": (256, {"mass": True, "page": 64, "width": 8}),
     "one query head": (128, {"ratio": 1}),

@@ -84,7 +84,8 @@ def attend_cache(
         read: Keys and values from what a seat's slots hold.
         pages: The rows of the cache are pages, which these say whose they are, in place of seats.
             Then position p is in the slot p mod slots of the page p // slots of its seat, and a
-            token outside of them is not written; only `Pages.rings` are taken in turn.
+            token outside of them is not written; only `Pages.rings` are taken in turn. A token of
+            `new` without a slot sees nothing, and its output is 0.
         sink_q: With `Pages.kept`, see `attend_pages`.
 
     Returns:
@@ -117,6 +118,9 @@ def attend_cache(
     )
     left = scores.reach
     seats, slots = next(iter(plain.values())).shape[1:3]
+    if pages is not None and new is not None:
+        # Where it would lie may be what another left, and a group's other tokens multiply it by 0.
+        seat = jnp.where(slot < 0, -1, seat)
     every, beside = seat, {name: cache[name] for name in HEAVY if name in cache}
     cache = {name: x for name, x in cache.items() if name not in beside}
     if pages is not None and pages.heavy is not None:

@@ -1,5 +1,6 @@
 """Attention of flat tokens to pages by the kernel, where `auto` takes it."""
 
+import dataclasses
 from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ from colossax.pallas.paged_attention import Attended, Seen, choose, paged_attent
 from colossax.pallas.target import current_target
 
 from .pages import Pages, Scores
+from .trees import MOST_NODES, with_trees
 
 if TYPE_CHECKING:
     from .cache import ReadSlots
@@ -75,11 +77,16 @@ def chosen_for(
     Raises:
         NotImplementedError: The implementation named does not take this call, says why.
     """
-    # Trees, pages of rings, codes and seats that keep a window are attended to in the plain form.
-    other = pages.branches is not None or pages.ring or pages.rings or pages.kept is not None
+    # Pages of rings, codes and seats that keep a window are attended to in the plain form.
+    other = pages.ring or pages.rings or pages.kept is not None
     if not plain or other or cache.keys() != {"k", "v"}:
         return None
-    unknown = {"ALiBi": scores.slopes is not None, "a RelativeBias": scores.biases}
+    nodes = 0 if pages.branches is None else pages.branches.depth.shape[-1]
+    unknown = {
+        "ALiBi": scores.slopes is not None,
+        "a RelativeBias": scores.biases,
+        f"a tree of {nodes} tokens, more than {MOST_NODES},": nodes > MOST_NODES,
+    }
     spec = spec_of(
         q[jnp.clip(pages.groups, 0)],
         cache["k"],
@@ -89,6 +96,7 @@ def chosen_for(
         mass=mass,
         more=tuple(name for name, yes in unknown.items() if yes),
     )
+    spec = dataclasses.replace(spec, words=nodes > 0)
     chosen = choose(spec, current_target(), implementation)
     return None if chosen == "xla" and implementation == "auto" else chosen
 
@@ -116,13 +124,18 @@ def attend_groups(
     """
     there = (pages.groups >= 0) & (seat[pages.groups] >= 0)
     own = jnp.max(jnp.where(there, seat[pages.groups], 0), axis=1)
+    place = jnp.where(there, position[pages.groups], -1)
+    seen = _seen(place, scores)
+    if pages.branches is not None:
+        trees = pages.branches.of_groups(jnp.clip(pages.groups, 0), jnp.clip(own, 0))
+        seen = with_trees(seen, place, trees)
     found = paged_attention(
         q[jnp.clip(pages.groups, 0)],
         cache["k"],
         cache["v"],
         layer,
         rows=pages.table[jnp.clip(own, 0)],
-        seen=_seen(jnp.where(there, position[pages.groups], -1), scores),
+        seen=seen,
         scale=scores.scale,
         soft_cap=scores.soft_cap,
         sinks=scores.sinks,

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from colossax.pallas.attention.counted import attend_counted
-from colossax.pallas.attention.pages import Pages, Scores, attend_pages, scores_of
+from colossax.pallas.attention.paged import attend_by_kernel
+from colossax.pallas.attention.pages import Branches, Pages, Scores, attend_pages, scores_of
 from colossax.pallas.bench import tolerance
 from colossax.pallas.proof.trial import Trial
 
@@ -24,13 +25,17 @@ SOFT_CAP = 20.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Of the cases: lengths of sequences, tokens of each, and heads of queries and keys."""
+    """Of the cases: lengths of sequences, tokens of each, and heads of queries and keys.
+
+    `nodes` are those of a tree in each sequence of the larger one.
+    """
 
     small: tuple[int, ...] = (1, 700, 65, 1300, 512)
     small_width: int = 5
     small_heads: tuple[int, int] = (6, 2)
     large: tuple[int, ...] = (2048,) * 24 + (4096,) * 8
     large_heads: tuple[int, int] = (32, 8)
+    nodes: int = 8
 
 
 def trials(
@@ -40,7 +45,9 @@ def trials(
     small = (sizes.small, sizes.small_width, sizes.small_heads, 300)
     yield _trial(variant, kernel, "uneven sequences", *small)
     larger = _trial(variant, kernel, "many sequences", sizes.large, 1, sizes.large_heads, None)
-    if variant.words:
+    if variant.words and not variant.mass:
+        yield _of_trees(variant, kernel, sizes)
+    elif variant.words:
         yield larger
     elif variant.mass:
         given = functools.partial(_counted, variant)
@@ -109,6 +116,22 @@ def _trial(
     )
 
 
+def _of_trees(variant: PagedVariant, kernel: str, sizes: Sizes) -> Trial:
+    """Sequences that each end in a tree."""
+    given = sizes.large, sizes.large_heads, variant.head_dim, sizes.nodes, variant.dtype
+    *arrays, rows = paged(*given)
+    begin = jnp.asarray(sizes.large, jnp.int32) - sizes.nodes
+    run = functools.partial(_treed, variant)
+    return Trial(
+        name="trees of many sequences",
+        inputs=(*arrays, rows, begin),
+        kernel=functools.partial(run, kernel),
+        truth=functools.partial(run, "xla"),
+        peers={"xla": functools.partial(run, None)},
+        tolerance=tolerance(variant.dtype),
+    )
+
+
 def _call(
     variant: PagedVariant, name: str, q: Any, k: Any, v: Any, rows: Any, *seen: Any
 ) -> dict[str, Any]:
@@ -136,6 +159,12 @@ def _parted(
 ) -> dict[str, Any]:
     """What is computed where the kernel is not taken."""
     return {"out": parted(q, k, v, rows, hi, SOFT_CAP if variant.soft_cap else None)}
+
+
+def _treed(
+    variant: PagedVariant, name: str | None, q: Any, k: Any, v: Any, rows: Any, begin: Any
+) -> dict[str, Any]:
+    return {"out": treed(name, q, k, v, rows, begin, SOFT_CAP if variant.soft_cap else None)}
 
 
 def _counted(
@@ -170,6 +199,47 @@ def counted(
         plain=name is not None,
         implementation=name or "auto",
     )
+
+
+def treed(
+    name: str | None, q: Any, k: Any, v: Any, rows: Any, begin: Any, soft_cap: float | None = None
+) -> Any:
+    """What sees the nodes of trees, two behind each but the last ones, `[g w, k, r, hv]`.
+
+    Args:
+        name: Of an implementation; None: as where the kernel is not taken.
+        q, k, v, rows: As of `paged`; a token for each node.
+        begin: `[g]`, the slot of each sequence's root.
+        soft_cap: Bound of the logits.
+    """
+    groups, nodes = q.shape[:2]
+    tokens = np.arange(groups * nodes).reshape(groups, nodes)
+    line = np.zeros((nodes, -(-nodes // WORD_BITS)), np.uint32)
+    for node in range(nodes):
+        line[node] = line[(node - 1) // 2] if node else 0
+        line[node, node // WORD_BITS] |= np.uint32(1 << node % WORD_BITS)
+    depth = jnp.asarray([node.bit_length() - 1 for node in range(1, nodes + 1)], jnp.int32)
+    branches = Branches(
+        begin=begin,
+        depth=jnp.broadcast_to(depth, (groups, nodes)),
+        line=jnp.tile(jnp.asarray(line), (groups, 1)),
+    )
+    given = (
+        q.reshape(-1, *q.shape[2:]),
+        {"k": k, "v": v},
+        0,
+        Pages(table=rows, groups=jnp.asarray(tokens, jnp.int32), branches=branches),
+    )
+    where = {
+        "seat": jnp.repeat(jnp.arange(groups, dtype=jnp.int32), nodes),
+        "position": (begin[:, None] + depth).reshape(-1),
+        "scores": _scores(q, soft_cap),
+        "read": lambda held: (held["k"], held["v"]),
+    }
+    if name is None:
+        slot = begin[:, None] + jnp.arange(nodes, dtype=jnp.int32)
+        return attend_pages(*given, **where, slot=slot.reshape(-1))
+    return attend_by_kernel(*given, **where, plain=True, implementation=name)
 
 
 def parted(q: Any, k: Any, v: Any, rows: Any, hi: Any, soft_cap: float | None = None) -> Any:

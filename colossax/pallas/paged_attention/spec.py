@@ -86,9 +86,10 @@ class PagedVariant(Variant):
 
 def variants() -> Iterator[PagedVariant]:
     """All that `auto` asks for, the usual ones first."""
-    every = itertools.product((False, True), ("bfloat16", "float16"), HEAD_SIZES, (False, True))
-    for mass, dtype, h, soft_cap in every:
-        yield PagedVariant(head_dim=h, dtype=dtype, soft_cap=soft_cap, mass=mass)
+    kinds: tuple[dict[str, bool], ...] = ({}, {"words": True}, {"mass": True})
+    every = itertools.product(kinds, ("bfloat16", "float16"), HEAD_SIZES, (False, True))
+    for kind, dtype, h, soft_cap in every:
+        yield PagedVariant(head_dim=h, dtype=dtype, soft_cap=soft_cap, **kind)
 
 
 def _asked(one: PagedSpec | PagedVariant) -> Iterator[str]:

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from colossax.pallas.attention import Pages, RelativeBias, attend_cache, pages
+from colossax.pallas.attention import Pages, RelativeBias, attend_cache, cache, pages
+from colossax.pallas.attention import paged as paged_door
 
 LAYERS, SEATS, HEADS, KV_HEADS, H, HV = 2, 3, 4, 2, 8, 6
 EACH, MOST, ALL, WIDTH, TOKENS = 4, 6, 16, 5, 12
@@ -100,6 +101,25 @@ def test_pages_hold_what_rows_would(option, at_once, monkeypatch):
         expected, truth = plain(q[at], new, truth, jnp.int32(1), **where)
         assert not np.asarray(out)[np.asarray(seat) < 0].any()
         np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.catches("guesses-without-a-slot")
+@pytest.mark.parametrize("implementation", ["auto", "xla"])
+def test_a_guess_without_a_slot_shows_nothing_of_others(implementation, monkeypatch):
+    """Its page is another's, who left what is no number there; the kernel's way too."""
+    by = functools.partial(paged_door.attend_by_kernel, implementation=implementation)
+    monkeypatch.setattr(cache, "attend_by_kernel", by)
+    held = {n: x.at[:, 1].set(jnp.nan) for n, x in rows_of(2, EACH).items()}
+    q, k, v = (x[0, 2:4] for x in drawn())
+    where = {"seat": jnp.zeros(2, jnp.int32), "position": jnp.asarray([3, 4], jnp.int32)}
+    table = jnp.asarray([[0, 1]], jnp.int32)
+    step = jax.jit(functools.partial(attend_cache, q, {"k": k, "v": v}, held, 0, **where))
+    found = []
+    for groups in ([[0, 1]], [[0, -1]]):
+        one = Pages(table=table, groups=jnp.asarray(groups, jnp.int32))
+        found.append(step(slot=jnp.asarray([3, -1], jnp.int32), pages=one)[0])
+    assert np.isfinite(found[0]).all() and not np.asarray(found[0])[1].any()
+    np.testing.assert_allclose(found[0], found[1], rtol=1e-6)
 
 
 @pytest.mark.catches("pages-written-outside")
