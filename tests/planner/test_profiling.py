@@ -26,7 +26,8 @@ def profile(name, **changes):
     return profile_task(task_of(config), config.plan, TARGET)
 
 
-@pytest.mark.catches("maps-are-missed", "attention-counts-as-a-map")
+@pytest.mark.catches("maps-are-missed")
+@pytest.mark.catches("attention-counts-as-a-map")
 def test_flops_are_those_of_the_published_model():
     found = profile("llama3_8b")
     embed, queries, keys, mlp, vocab, tokens = 4096, 32 * 128, 8 * 128, 14336, 128256, 8192
@@ -64,7 +65,8 @@ def policies():
             yield pytest.param(names, marks=[] if quick else [pytest.mark.sweep])
 
 
-@pytest.mark.catches("kept-names-are-computed-again", "the-last-map-is-computed-again")
+@pytest.mark.catches("kept-names-are-computed-again")
+@pytest.mark.catches("the-last-map-is-computed-again")
 @pytest.mark.parametrize("names", list(policies()))
 def test_a_policy_keeps_and_computes_what_the_layer_traced_under_it_does(names):
     config = recipe("llama_tiny")

@@ -31,7 +31,8 @@ def llama():
     return config, profile_task(task_of(config), config.plan, TARGET)
 
 
-@pytest.mark.catches("one-policy-for-all-layers", "policies-over-their-room")
+@pytest.mark.catches("one-policy-for-all-layers")
+@pytest.mark.catches("policies-over-their-room")
 @pytest.mark.parametrize("seed", range(20))
 def test_the_mix_of_policies_is_the_best_of_all(seed):
     draw = random.Random(seed)
@@ -143,7 +144,8 @@ def hand_written(target):
     yield {"data": 2, "fsdp": 4}, "zero3", "full", 1
 
 
-@pytest.mark.catches("the-slowest-first", "recomputation-is-free")
+@pytest.mark.catches("the-slowest-first")
+@pytest.mark.catches("recomputation-is-free")
 def test_the_best_is_no_slower_than_what_people_write(llama):
     config, profile = llama
     room = 0.9 * TARGET.gpu.memory_bytes
@@ -209,23 +211,24 @@ class Compiler:
         }
 
 
-@pytest.mark.parametrize("factor", [0.7, 1.0, 1.3])
-@pytest.mark.catches("over-budget-is-named", "what-was-compiled-changes-nothing")
-def test_no_plan_over_budget_is_named_and_room_is_used(llama, monkeypatch, factor):
+@pytest.mark.parametrize(("factor", "budget"), [(0.7, 22.0), (1.0, 25.0), (1.3, 30.0)])
+@pytest.mark.catches("over-budget-is-named")
+@pytest.mark.catches("what-was-compiled-changes-nothing")
+def test_no_plan_over_budget_is_named_and_room_is_used(llama, monkeypatch, factor, budget):
     config, profile = llama
     compiler = Compiler(profile, factor=factor)
     monkeypatch.setattr(planned, "compiled", compiler)
     monkeypatch.setattr(planned, "profile_task", lambda *_: profile)
-    answer = plan_run(Subject.of(config), config.plan, TARGET, top=3, device_gb=30.0, processes=1)
+    answer = plan_run(Subject.of(config), config.plan, TARGET, top=3, device_gb=budget, processes=1)
     assert len(answer.plans) == 3
     assert answer.compiled == len(compiler.plans)
     for one in answer.plans:
         assert one.found is not None
-        assert one.total_bytes <= 30e9
+        assert one.total_bytes <= budget * 1e9
         assert one.seconds.waited == pytest.approx(0.1)
         assert one.seconds.beside == pytest.approx(0.4)
     # Where programs take less than formulas say, layers keep more than those alone would let them.
-    by_formula = search(profile, config.plan, TARGET, room=30e9).candidates[0]
+    by_formula = search(profile, config.plan, TARGET, room=budget * 1e9).candidates[0]
     if factor < 1:
         assert answer.plans[0].seconds.compute < by_formula.predicted.seconds.compute
     if factor > 1:
