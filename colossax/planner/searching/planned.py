@@ -59,7 +59,7 @@ class Planned:
         """Of a device: compiled, else predicted."""
         if self.found is None:
             return self.candidate.predicted.bytes.total
-        return self.found["device_bytes"]["total"]
+        return float(self.found["device_bytes"]["total"])
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON types."""
