@@ -71,8 +71,9 @@ def run(verb: str, args: argparse.Namespace, overrides: list[Override]) -> int:
     if verb == "bench" and args.recipe is not None and ":" not in args.recipe:
         apply_overrides(recipe(args.recipe), overrides)
     if verb == "inspect" and args.recipe is not None and ":" not in args.recipe:
+        of_file = [] if args.plan is None else [("plan", args.plan)]
         for changes in preset_overrides(overrides):
-            apply_overrides(recipe(args.recipe), changes)
+            apply_overrides(recipe(args.recipe), [*of_file, *changes])
     if verb == "plan" and args.recipe is not None and ":" not in args.recipe:
         apply_overrides(recipe(args.recipe), overrides)
     return importlib.import_module(f"colossax.cli.{verb}").run(verb, args, overrides)
@@ -189,7 +190,7 @@ def _plan(parser: argparse.ArgumentParser) -> None:
         "any value of the recipe, by its dotted name:\n"
         "  --data.seq_len 4096   --data.global_batch 64   --plan.precision.compute bfloat16\n"
         "What is searched is found whatever --plan.* says of it: mesh, rules, microbatch, remat,\n"
-        "chunks of the loss."
+        "chunks of the loss; stages, tensor layouts and batch.reduce_once are as by default."
     )
 
 

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-from pathlib import Path
 
 import jax
 
@@ -10,7 +9,7 @@ from colossax.aot import parse_target
 from colossax.cli.output import put, tell
 from colossax.cli.overrides import Override, apply_overrides
 from colossax.cli.recipes import run_as_asked
-from colossax.config import MESH_AXES, nearest
+from colossax.config import MESH_AXES, nearest, user_path
 from colossax.errors import InputError
 from colossax.planner.searching import AXES, Answer, Asked, Subject, plan_run
 from colossax.planner.telling import describe_plans
@@ -36,12 +35,12 @@ def run(_verb: str, args: argparse.Namespace, overrides: list[Override]) -> int:
         device_gb=args.device_gb,
         tell=lambda line: tell(f"{line}\n"),
     )
-    _write(args, answer)
     if args.json:
         facts = {"recipe": name, "target": target.name, "scored": answer.scored}
         put(json.dumps({**facts, "plans": [one.to_json() for one in answer.plans]}) + "\n")
     else:
         put(describe_plans(f"{name} on {target.name}", answer, args.out))
+    _write(args, answer)
     return 0
 
 
@@ -79,7 +78,9 @@ def asked_of(pins: list[str], forbidden: list[str]) -> Asked:
         name, equals, value = text.partition("=")
         if not equals or not name or not value:
             raise InputError(f"--pin: found '{text}'; write it NAME=VALUE, as tensor=4")
-        if name in MESH_AXES:
+        if name in sizes or name in dims:
+            raise InputError(f"--pin {name}: is given twice; give it once")
+        if name in MESH_AXES or value.isdecimal():
             _check_axis(name, "--pin")
             if not value.isdecimal() or int(value) < 1:
                 raise InputError(f"--pin {name}: found '{value}'; give its size, 1 or more")
@@ -120,11 +121,12 @@ def _write(args: argparse.Namespace, answer: Answer) -> None:
     """
     try:
         if args.out:
-            Path(args.out).write_text(answer.plans[0].plan.to_json() + "\n", "utf-8")
+            text = answer.plans[0].plan.to_json() + "\n"
+            user_path(args.out, "--out").write_text(text, "utf-8")
         if args.plot:
             from colossax.planner.telling.plan_plot import plot_plans
 
-            plot_plans(answer, Path(args.plot))
+            plot_plans(answer, user_path(args.plot, "--plot"))
     except OSError as problem:
         name = problem.filename or args.out or args.plot
         raise InputError(

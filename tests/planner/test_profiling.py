@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import math
 
 import jax
 import pytest
@@ -93,5 +92,4 @@ def test_a_policy_keeps_and_computes_what_the_layer_traced_under_it_does(names):
 
 def test_moments_are_those_of_the_optimizer():
     found = profile("llama_tiny")
-    assert all(moment == 8.0 for moment in found.moments), "Adam's two, in float32"
-    assert math.prod(found.infos[0].shape) > 0
+    assert found.moments == (8.0,) * len(found.infos), "Adam's two, in float32"

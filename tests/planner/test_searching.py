@@ -5,7 +5,11 @@ import itertools
 import json
 import random
 
+import jax
+import jax.numpy as jnp
+import optax
 import pytest
+from flax import nnx
 
 from colossax.aot import parse_target
 from colossax.config import MESH_AXES, BatchConfig, LossConfig, Plan, Segment, preset
@@ -19,7 +23,7 @@ from colossax.planner.searching.search import search
 from colossax.planner.searching.seconds import MATMULS, link_along
 from colossax.recipes import recipe
 from colossax.sharding import resolve
-from colossax.tasks import task_of
+from colossax.tasks import Task, task_of
 
 TARGET = parse_target("h100:1x8")
 
@@ -96,7 +100,7 @@ def test_parts_are_where_the_rules_put_arrays(name):
 
 
 def test_meshes_are_all_that_divide():
-    limits = Limits(rows=64, tokens=8192, heads=8, experts=0)
+    limits = Limits(rows=64, tokens=8192, heads=8, travels=True, experts=0)
     found = list(meshes(TARGET, limits, {}))
     assert len({tuple(one.items()) for one in found}) == len(found)
     truth = 0
@@ -120,7 +124,7 @@ def test_what_is_pinned_or_forbidden_holds(llama):
     assert found.candidates
     for one in found.candidates:
         parts = Parts(abstract(one.plan, 8))
-        assert "fsdp" in parts.axes("params", ("embed",), (4096,))
+        assert "fsdp" in parts.axes("params", ("embed", "mlp"), (4096, 14336))
 
 
 @pytest.mark.catches("one-link-for-all-axes")
@@ -236,6 +240,7 @@ def test_no_plan_over_budget_is_named_and_room_is_used(llama, monkeypatch, facto
     compiler = Compiler(profile, factor=factor)
     monkeypatch.setattr(planned, "compiled", compiler)
     monkeypatch.setattr(planned, "profile_task", lambda *_: profile)
+    monkeypatch.setattr(planned, "target_devices", lambda _: [])
     answer = plan_run(Subject.of(config), config.plan, TARGET, top=3, device_gb=budget, processes=1)
     assert len(answer.plans) == 3
     assert answer.compiled == len(compiler.plans)
@@ -257,6 +262,7 @@ def test_what_the_library_refuses_gives_way_to_the_next(llama, monkeypatch):
     config, profile = llama
     monkeypatch.setattr(planned, "compiled", Compiler(profile, refuse=("ring",)))
     monkeypatch.setattr(planned, "profile_task", lambda *_: profile)
+    monkeypatch.setattr(planned, "target_devices", lambda _: [])
     answer = plan_run(Subject.of(config), config.plan, TARGET, top=2, processes=1)
     assert answer.plans
     assert all("ring" not in one.plan.mesh for one in answer.plans)
@@ -266,6 +272,107 @@ def test_nothing_fits_says_what_needs_least(llama):
     config, _ = llama
     with pytest.raises(PlanError, match=r"nothing that is searched fits 9\.\d GiB .* needs least"):
         plan_run(Subject.of(config), config.plan, TARGET, device_gb=10.0, verify=False)
+
+
+def test_two_counts_of_rows_may_fit_though_the_one_between_does_not(llama):
+    """One microbatch adds no gradients up, so it may fit where two do not."""
+    config, profile = llama
+    config = config.replace(data=dataclasses.replace(config.data, global_batch=16))
+    profile = dataclasses.replace(profile, rows=16)
+    asked = Asked(sizes={"fsdp": 8})
+    sizes = [predict(profile, _rows(config.plan, rows), TARGET).bytes.total for rows in (1, 2)]
+    assert sizes[1] < sizes[0]
+    found = search(profile, config.plan, TARGET, room=sum(sizes) / 2, asked=asked, margin=1.0)
+    assert found.candidates[0].plan.batch.microbatch == 2
+
+
+def _rows(plan, rows):
+    full = (Segment(remat="full"),)
+    own = preset("zero3", mesh={"fsdp": 8}, precision=plan.precision, segments=full)
+    return own.replace(batch=BatchConfig(microbatch=rows), loss=LossConfig(vocab_chunks=32))
+
+
+@pytest.mark.catches("frozen-parameters-are-summed")
+def test_parameters_that_do_not_learn_send_no_gradients(llama):
+    config, profile = llama
+    frozen = dataclasses.replace(profile, learns=(False,) * len(profile.learns))
+    plan = preset("zero3", mesh={"fsdp": 8}, precision=config.plan.precision)
+    kinds = {one.kind for one in predict(frozen, plan, TARGET).sent}
+    assert "all-gather" in kinds
+    assert "reduce-scatter" not in kinds
+    computed = predict(frozen, plan, TARGET).seconds.compute
+    assert computed < predict(profile, plan, TARGET).seconds.compute
+
+
+def test_dims_that_nothing_has_are_not_pinned(llama):
+    config, _ = llama
+    asked = Asked(dims={"embd": ("fsdp",)})
+    with pytest.raises(InputError, match="--pin embd: is neither .* did you mean 'embed'"):
+        plan_run(Subject.of(config), config.plan, TARGET, asked=asked, verify=False)
+    asked = Asked(sizes={"tensor": 1}, dims={"vocab": ("fsdp",)})
+    with pytest.raises(PlanError, match="has what is asked for, tensor=1, vocab=fsdp; pin less"):
+        plan_run(Subject.of(config), config.plan, TARGET, asked=asked, verify=False)
+
+
+def test_host_memory_and_float8_are_refused(llama):
+    config, _ = llama
+    offload = dataclasses.replace(config.plan.offload, optimizer=1.0)
+    with pytest.raises(PlanError, match=r"plan.offload: host memory is not searched yet"):
+        plan_run(Subject.of(config), config.plan.replace(offload=offload), TARGET, verify=False)
+
+
+@pytest.mark.catches("refusals-are-tried-for-ever")
+def test_refusals_are_quoted_and_not_tried_for_ever(llama, monkeypatch):
+    config, profile = llama
+    compiler = Compiler(profile, refuse=("data", "fsdp", "ring", "tensor", "ulysses"))
+    monkeypatch.setattr(planned, "compiled", compiler)
+    monkeypatch.setattr(planned, "profile_task", lambda *_: profile)
+    monkeypatch.setattr(planned, "target_devices", lambda _: [])
+    with pytest.raises(PlanError, match=r"0 compiled, the last refusal: that axis is not for"):
+        plan_run(Subject.of(config), config.plan, TARGET, top=2, processes=1)
+    assert len(compiler.plans) <= 12
+
+
+def test_what_is_near_the_budget_is_compiled_before_it_is_refused(llama, monkeypatch):
+    config, profile = llama
+    monkeypatch.setattr(planned, "compiled", Compiler(profile, factor=0.93))
+    monkeypatch.setattr(planned, "profile_task", lambda *_: profile)
+    monkeypatch.setattr(planned, "target_devices", lambda _: [])
+    least = search(profile, config.plan, TARGET, room=1.0).smallest
+    budget = 0.97 * least.predicted.bytes.total / 1e9
+    answer = plan_run(Subject.of(config), config.plan, TARGET, top=1, device_gb=budget, processes=1)
+    assert answer.plans[0].total_bytes <= budget * 1e9
+
+
+class Plain(nnx.Module):
+    """A model without layer stacks or names of dims."""
+
+    def __init__(self, rngs):
+        self.up, self.down = nnx.Linear(64, 256, rngs=rngs), nnx.Linear(256, 64, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(jax.nn.relu(self.up(x)))
+
+
+def test_a_plain_model_of_ones_own_has_a_plan():
+    def loss(model, batch):
+        squares = jnp.sum((model(batch["x"]) - batch["y"]) ** 2)
+        return {"squares": (squares, jnp.float32(batch["x"].shape[0]), 1.0)}, {}
+
+    task = Task(
+        name="plain",
+        make_model=lambda rngs: Plain(rngs),
+        optimizer=optax.adamw(1e-3),
+        loss=loss,
+        shapes={name: jax.ShapeDtypeStruct((64, 64), jnp.float32) for name in ("x", "y")},
+        batches=lambda *_: None,
+        tokens=0,
+        flops=0,
+    )
+    answer = plan_run(Subject(task=task), Plan(), TARGET, verify=False)
+    assert answer.plans[0].plan.segments == (Segment(),)
+    profile = profile_task(task, Plan(), TARGET)
+    assert profile.ends_flops == 2 * 2 * 64 * 256
 
 
 def test_no_mesh_divides():

@@ -32,11 +32,7 @@ def settle_task_for_target(task: Task, plan: Plan, target: Target) -> Settled:
     Raises:
         InputError: The task does not say what its batches are; see `settle_for_target`.
     """
-    if not task.shapes:
-        raise InputError(
-            f"task '{task.name}': its shapes are empty, and a step is compiled for the shapes of a"
-            " batch; give Task(shapes={name: jax.ShapeDtypeStruct(...)}) of a whole global batch"
-        )
+    check_shapes(task)
     check_cudnn(plan, target)
     with choosing_for(target):
         return settle_task(task, plan, island_devices(plan, target), target=target)
@@ -73,6 +69,19 @@ def compiled_task(task: Task, plan: Plan, target: Target) -> tuple[Step, Program
 def has_stage_programs(plan: Plan, target: Target) -> bool:
     """Whether each stage of a plan has programs of its own on a target."""
     return plan.pipeline.cuts is not None and plan.mesh_sizes(target.size)[MeshAxis.STAGE] > 1
+
+
+def check_shapes(task: Task) -> None:
+    """Refuse a task that does not say what its batches are.
+
+    Raises:
+        InputError: It does not.
+    """
+    if not task.shapes:
+        raise InputError(
+            f"task '{task.name}': its shapes are empty, and a step is compiled for the shapes of a"
+            " batch; give Task(shapes={name: jax.ShapeDtypeStruct(...)}) of a whole global batch"
+        )
 
 
 def check_cudnn(plan: Plan, target: Target) -> None:

@@ -28,23 +28,23 @@ class Limits:
     Attributes:
         rows: Of a global batch.
         tokens: What divides a row and all that layers make of it divides evenly.
-        heads: Of attention; 0 where layers do not name theirs.
+        heads: Of attention; 0 where parameters have no dim of that name.
+        travels: Whether keys and values are known that would travel among parts of a sequence.
         experts: Of a mixture; 0 without one.
     """
 
     rows: int
     tokens: int
     heads: int
+    travels: bool
     experts: int
 
 
 def limits_of(profile: ModelProfile) -> Limits:
     """Read off the traced layers."""
-    heads = [
-        array.shape[2]
-        for kind in profile.kinds
-        for array in kind.traced.kept
-        if array.name == "qkv" and len(array.shape) == 4
+    heads = [info.shape[info.dims.index("heads")] for info in profile.infos if "heads" in info.dims]
+    named = [
+        [array.shape for array in kind.traced.kept if array.name == "qkv"] for kind in profile.kinds
     ]
     experts = [
         info.shape[info.dims.index("experts")] for info in profile.infos if "experts" in info.dims
@@ -53,6 +53,7 @@ def limits_of(profile: ModelProfile) -> Limits:
         rows=profile.rows,
         tokens=functools.reduce(math.gcd, (kind.tokens for kind in profile.kinds), profile.tokens),
         heads=functools.reduce(math.gcd, heads, 0),
+        travels=bool(named) and all([len(shape) for shape in each] == [4] * 3 for each in named),
         experts=functools.reduce(math.gcd, experts, 0),
     )
 
@@ -82,7 +83,9 @@ def _allowed(
         return False
     if expert > 1 and (not limits.experts or limits.experts % expert):
         return False
-    if inner * ring > 1 and not limits.heads:
+    if ring * ulysses > 1 and not limits.travels:
+        return False
+    if tensor > 1 and not limits.heads:
         return False
     if inner > 1 and limits.heads % inner:
         return False
@@ -116,7 +119,9 @@ def ruled(plan: Plan, mesh: Mapping[str, int], tokens: int) -> Iterator[tuple[st
         rules = rules_of(name + tensor)
         yield (
             name + tensor,
-            plan.replace(mesh={axis: size for axis, size in mesh.items() if size > 1}, rules=rules),
+            plan.replace(
+                mesh={axis: n for axis, n in mesh.items() if n > 1} or {"data": 1}, rules=rules
+            ),
         )
 
 

@@ -4,14 +4,14 @@ import dataclasses
 import os
 from typing import Any
 
-from colossax.aot import Target
-from colossax.config import Plan, to_json
+from colossax.aot import Target, target_devices
+from colossax.config import OffloadConfig, Plan, to_json
 from colossax.errors import PlanError
+from colossax.planner.counting.compiled import check_cudnn, check_shapes
 from colossax.planner.counting.islands import check_one_island
 from colossax.planner.profiling import ModelProfile, profile_task
+from colossax.planner.searching.asked import NOTHING_ASKED, Asked
 from colossax.planner.searching.search import (
-    NOTHING_ASKED,
-    Asked,
     Candidate,
     Found,
     again,
@@ -29,13 +29,16 @@ from colossax.planner.searching.verifying import (
 )
 
 _GIB = 2**30
+_NEAR = 1.1
+"""Times the budget that the smallest may take by formula, and is compiled all the same."""
+
 _WORTH = 0.02
 """Share of the budget that is left over, above which a layer's policy is chosen anew by it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Planned:
-    """One plan, proved.
+    """One plan, and what is known of it.
 
     Attributes:
         candidate: What formulas say of it.
@@ -73,7 +76,7 @@ class Planned:
             "device_bytes": bytes_found or {"total": predicted.bytes.total},
             "predicted_bytes": dataclasses.asdict(predicted.bytes),
             "collectives": [] if self.found is None else self.found["collectives"],
-            "fits": True,
+            "fits": True,  # by formula where it is not verified
             "verified": self.found is not None,
             "why_not_first": self.why_not_first,
         }
@@ -127,18 +130,26 @@ def plan_run(
 
     Raises:
         PlanError: Nothing fits, with what needs least; no mesh divides the model and its batch; the
-            target is made of islands.
+            target is made of islands; the plan has what is not searched and would be lost.
+        InputError: Nothing can be compiled here; what is asked for names no dim.
     """
     check_one_island(target, "plan")
-    profile = profile_task(subject.task, plan, target)
+    check_shapes(subject.task)
+    _check_searched(plan)
     room = room_of(target, device_gb)
+    if verify:
+        target_devices(target)  # refused at once where nothing can be compiled
+        check_cudnn(plan, target)
+    profile = profile_task(subject.task, plan, target)
+    asked.check(profile)
     found = search(profile, plan, target, room=room, asked=asked)
     tell(
         f"{found.scored} ways to run on {target.size} x {target.gpu.name} scored,"
         f" {len(found.candidates)} meshes fit"
     )
     if not verify:
-        _check_any(found, room, target)
+        if not found.candidates:
+            raise PlanError(_nothing(found, room, target))
         plans = [
             Planned(candidate=one, seconds=one.predicted.seconds, found=None)
             for one in found.candidates[:top]
@@ -147,21 +158,32 @@ def plan_run(
     workers = processes or min(os.cpu_count() or 1, 8)
     proving = _Proving(subject, profile, target, room, workers, tell)
     waiting = list(found.candidates)
-    while waiting and len(proving.proved) < top:
+    least = found.smallest
+    if not waiting and least is not None and least.predicted.bytes.total < _NEAR * room:
+        waiting = [least]  # formulas err: what is near the budget is compiled before it is refused
+    while waiting and len(proving.proved) < top and proving.tried < 6 * top:
         count = top - len(proving.proved)
         proving.take(waiting[:count])
         waiting = waiting[count:]
-        if proving.compiled >= 6 * top:
-            break
     if not proving.proved:
-        _check_any(found, room, target)
-        raise PlanError(
-            f"plan: of {len(found.candidates)} meshes that fit {room / _GIB:.1f} GiB by formula"
-            f" none does once it is compiled ({proving.compiled} were); give more GPUs, shorter"
-            " rows (--data.seq_len), or a mesh by --pin"
-        )
+        raise PlanError(_nothing(found, room, target, proving))
     plans = sorted(proving.proved, key=lambda one: one.seconds.total)
     return _answer(plans, found, proving.compiled, room)
+
+
+def _check_searched(plan: Plan) -> None:
+    """Refuse what formulas know nothing of and people would miss.
+
+    Raises:
+        PlanError: The plan puts something into host memory.
+    """
+    offload = dataclasses.replace(plan.offload, device_gb=None, host_gb=None)
+    placed = any(segment.offload != "none" for segment in plan.segments)
+    if placed or offload != OffloadConfig():
+        raise PlanError(
+            "plan.offload: host memory is not searched yet; leave it out here, or find shares for a"
+            " mesh of your own with colossax inspect --plan.offload auto"
+        )
 
 
 class _Proving:
@@ -179,7 +201,8 @@ class _Proving:
         self._subject, self._profile, self._target = subject, profile, target
         self._room, self._workers, self._tell = room, workers, tell
         self.proved: list[Planned] = []
-        self.compiled = 0
+        self.compiled = self.tried = 0
+        self.refusal = ""
 
     def take(self, candidates: list[Candidate]) -> None:
         """Prove these; what fits joins `proved`."""
@@ -209,6 +232,9 @@ class _Proving:
         plans = [one.plan for one in candidates]
         found = compiled(self._subject, plans, self._target, self._workers)
         self.compiled += sum("refused" not in one for one in found)
+        self.tried += len(found)
+        refusals = [one["refused"] for one in found if "refused" in one]
+        self.refusal = refusals[-1] if refusals else self.refusal
         return found
 
     def _planned(self, one: Candidate, found: Compiled) -> Planned | None:
@@ -233,22 +259,19 @@ class _Proving:
         return None if changed is None or changed.plan == one.plan else changed
 
 
-def _check_any(found: Found, room: float, target: Target) -> None:
-    """Refuse where nothing fits, with what needs least.
-
-    Raises:
-        PlanError: Nothing does.
-    """
-    if found.candidates:
-        return
-    least, needs = found.smallest, ""
-    if least is not None:
-        size = least.predicted.bytes.total / _GIB
-        needs = f"; {least.label} with {told(least)} needs least, {size:.1f} GiB by formula"
-    raise PlanError(
-        f"plan: nothing that is searched fits {room / _GIB:.1f} GiB of each of {target.size}"
-        f" {target.gpu.name}{needs}; give more GPUs, shorter rows (--data.seq_len), or host memory"
-        " (--plan.offload auto with a mesh of your own)"
+def _nothing(found: Found, room: float, target: Target, proving: "_Proving | None" = None) -> str:
+    """That nothing fits, with what needs least and what was seen."""
+    size, seen, least = f"{room / _GIB:.1f} GiB", "", found.smallest
+    if proving is not None and proving.tried:
+        seen = f"; {proving.tried} were tried and {proving.compiled} compiled"
+        seen += f", the last refusal: {proving.refusal}" if proving.refusal else ""
+    if least is not None and not found.candidates:
+        needs = least.predicted.bytes.total / _GIB
+        seen = f"; {least.label} with {told(least)} needs least, {needs:.1f} GiB by formula{seen}"
+    return (
+        f"plan: nothing that is searched fits {size} of each of {target.size} {target.gpu.name}"
+        f"{seen}; give more GPUs, shorter rows, or host memory (--plan.offload auto with a mesh of"
+        " your own)"
     )
 
 
@@ -269,10 +292,10 @@ def _why(one: Planned, first: Planned) -> str:
             one.seconds.exposed,
             first.seconds.exposed,
         ),
-        "collectives beside compute": (one.seconds.beside, first.seconds.beside),
+        "compute slowed by collectives beside it": (one.seconds.slowed, first.seconds.slowed),
     }
     slower = one.seconds.total / first.seconds.total - 1
     name, (own, others) = max(terms.items(), key=lambda item: item[1][0] - item[1][1])
     if own <= others:
         return f"{slower:.1%} slower"
-    return f"{slower:.1%} slower: {own:.3f} s of {name}, where the first has {others:.3f} s"
+    return f"{slower:.1%} slower: {own:.3g} s of {name}, where the first has {others:.3g} s"

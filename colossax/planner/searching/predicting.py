@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 from colossax.aot import Target
 from colossax.config import SAVEABLE, MeshAxis, Plan
@@ -15,6 +14,7 @@ from colossax.planner.searching.seconds import MATMULS, PAIRS, Seconds, collecti
 from colossax.planner.searching.sends import (
     Sent,
     Tokens,
+    layer_sent,
     states_sent,
     tokens_sent,
     weights_sent,
@@ -40,14 +40,6 @@ class Prediction:
     sent: tuple[Sent, ...]
     sent_once: tuple[Sent, ...]
     microbatches: int
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain JSON types."""
-        return {
-            "bytes": dataclasses.asdict(self.bytes),
-            "seconds": {**dataclasses.asdict(self.seconds), "total": self.seconds.total},
-            "microbatches": self.microbatches,
-        }
 
 
 Policies = Sequence[Sequence[tuple[int, frozenset[str]]]]
@@ -87,9 +79,10 @@ class OnMesh:
         self._splits = MeshAxis.TENSOR.value in activation_axes(bound, "seq:residual")
         self._by_microbatch = weights_sent(profile, self.parts)
         self._by_step = states_sent(profile, self.parts)
-        self._peak = peak_flops(target.gpu.name, bound.plan.precision.multiplies_in) or 1e12
+        self._peak = _peak(target, bound.plan)
         self._widths = [widths(profile, self.parts, kind) for kind in profile.kinds]
         self._compute: dict[tuple[int, frozenset[str]], float] = {}
+        self._waited: dict[tuple[int, frozenset[str]], float] = {}
 
     def tokens(self, rows: int) -> Tokens:
         """Of a microbatch of so many rows of each device."""
@@ -113,13 +106,25 @@ class OnMesh:
         """Seconds of one call for the tokens that were traced."""
         again, share = kind.traced.again[names]
         maps = sum(
-            (3 + (number in again)) * one.flops / self._map_part(kind, one.leaf)
+            (2 + self.profile.learns[kind.leaves[one.leaf]] + (number in again))
+            * one.flops
+            / self._map_part(kind, one.leaf)
             for number, one in enumerate(kind.traced.maps)
         )
         pairs = self.profile.pair_flops / sum(one.calls for one in self.profile.kinds)
         # Backward of attention computes scores anew: five products where forward has two.
         passes = 3.5 + (names in kind.traced.opaque or share > 0)
         return maps / (MATMULS * self._peak) + passes * pairs / self._tensor / (PAIRS * self._peak)
+
+    def layer_seconds(self, number: int, names: frozenset[str], tokens: Tokens) -> float:
+        """Of one call of a kind of layer, with what its matmuls wait for."""
+        key = (number, names)
+        if key not in self._waited:
+            kind, one_row = self.profile.kinds[number], self.tokens(1)
+            given = self.profile, self.parts, kind, self._widths[number], one_row, names
+            waited, _ = collectives_seconds(self.target, self.parts, layer_sent(*given))
+            self._waited[key] = waited / one_row.inside
+        return self.compute(number, names, tokens) + self._waited[key] * tokens.inside
 
     def ends(self, tokens: Tokens) -> float:
         """Seconds of what stands beside the layers."""
@@ -139,10 +144,9 @@ class OnMesh:
             for count, names in runs:
                 kept += count * self.kept(number, names, tokens)
                 compute += count * self.compute(number, names, tokens)
-        dearest = [max(runs, key=lambda run: run[0])[1] for runs in policies]
         sent = (
             *self._by_microbatch,
-            *tokens_sent(self.profile, self.parts, self._widths, tokens, dearest),
+            *tokens_sent(self.profile, self.parts, self._widths, tokens, policies),
         )
         found = collectives_seconds(self.target, self.parts, sent)
         once = collectives_seconds(self.target, self.parts, self._by_step)
@@ -162,6 +166,25 @@ class OnMesh:
         info = self.profile.infos[kind.leaves[leaf]]
         axes = self.parts.axes("weights", info.dims, info.shape)
         return self.parts.size([axis for axis in axes if axis not in self.parts.split])
+
+
+def _peak(target: Target, plan: Plan) -> float:
+    """FLOP/s of a device.
+
+    Raises:
+        PlanError: It is not known, or the plan is in float8.
+    """
+    if plan.precision.multiplies_in == "float8":
+        raise PlanError(
+            "plan.precision: what float8 makes of a step's time the formulas do not know yet; leave"
+            " it out here, and count the plan with colossax inspect"
+        )
+    peak = peak_flops(target.gpu.name, plan.precision.compute)
+    if peak is None:
+        raise PlanError(
+            f"target '{target.name}': how fast a {target.gpu.name} is, is not known; give another"
+        )
+    return peak
 
 
 def predict(profile: ModelProfile, plan: Plan, target: Target) -> Prediction:

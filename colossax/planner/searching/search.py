@@ -1,14 +1,12 @@
 """All meshes, microbatches and policies scored; the best of each mesh kept, the fastest first."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from colossax.aot import Target
 from colossax.config import (
     SAVEABLE,
     BatchConfig,
-    FrozenDict,
     LossConfig,
     PipelineConfig,
     Plan,
@@ -16,6 +14,7 @@ from colossax.config import (
 )
 from colossax.errors import PlanError
 from colossax.planner.profiling import ModelProfile
+from colossax.planner.searching.asked import NOTHING_ASKED, Asked
 from colossax.planner.searching.meshes import limits_of, meshes, ruled
 from colossax.planner.searching.parts import Choices
 from colossax.planner.searching.policies import Policy, fastest_mix
@@ -39,10 +38,6 @@ class Candidate:
     plan: Plan
     predicted: Prediction
 
-    def to_json(self) -> dict[str, Any]:
-        """As plain JSON types."""
-        return {"label": self.label, **self.predicted.to_json()}
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Found:
@@ -59,39 +54,6 @@ class Found:
     scored: int
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Asked:
-    """What a search is told.
-
-    Attributes:
-        sizes: Of mesh axes, that are to be as given.
-        forbidden: Mesh axes that are to be left out.
-        dims: Logical dims of parameters, with the mesh axes that are to split each.
-    """
-
-    sizes: Mapping[str, int] = FrozenDict()
-    forbidden: frozenset[str] = frozenset()
-    dims: Mapping[str, tuple[str, ...]] = FrozenDict()
-
-    @property
-    def pinned(self) -> dict[str, int]:
-        """Sizes of axes, those that are left out among them."""
-        return {**self.sizes, **dict.fromkeys(self.forbidden, 1)}
-
-    def allows(self, on_mesh: OnMesh) -> bool:
-        """Whether the dims lie as they are to."""
-        for info in on_mesh.profile.infos:
-            for dim, size in zip(info.dims, info.shape, strict=True):
-                if dim in self.dims:
-                    found = on_mesh.parts.axes("params", (dim,), (size,))
-                    if not set(self.dims[dim]) <= set(found):
-                        return False
-        return True
-
-
-NOTHING_ASKED = Asked()
-
-
 def search(
     profile: ModelProfile,
     plan: Plan,
@@ -105,7 +67,7 @@ def search(
 
     Args:
         profile: The model.
-        plan: Mesh, rules, batch, segments and chunks of the loss are replaced, all else stays.
+        plan: What `_bare` names is replaced, all else stays.
         target: Where.
         room: Bytes of a device.
         asked: What is given or ruled out.
@@ -117,7 +79,7 @@ def search(
     room *= margin
     found: list[Candidate] = []
     smallest: Candidate | None = None
-    scored, choices = 0, dict[str, Choices]()
+    scored, choices, divided = 0, dict[str, Choices](), False
     limits = limits_of(profile)
     for mesh in meshes(target, limits, asked.pinned):
         for name, ruled_plan in ruled(_bare(plan), mesh, limits.tokens):
@@ -127,7 +89,8 @@ def search(
                 on_mesh = OnMesh(profile, ruled_plan, target, choices[name])
             except PlanError:
                 continue
-            if not asked.allows(on_mesh):
+            divided = True
+            if not asked.held(profile.infos, on_mesh.parts):
                 continue
             label = " ".join([*(f"{axis}={n}" for axis, n in mesh.items() if n > 1), name])
             best, least, count = _best(on_mesh, plan.loss.vocab_chunks, room)
@@ -138,7 +101,7 @@ def search(
             elif smallest is None or least.bytes < smallest.predicted.bytes.total:
                 smallest = one
     if not scored:
-        raise PlanError(_no_mesh(profile, target, asked))
+        raise PlanError(_no_mesh(profile, target, asked, divided=divided))
     ordered = sorted(found, key=lambda one: one.predicted.seconds.total)
     return Found(candidates=tuple(ordered), smallest=smallest, scored=scored)
 
@@ -160,19 +123,21 @@ def _candidate(label: str, plan: Plan, on_mesh: OnMesh, chosen: "_Scored") -> Ca
     )
 
 
-def _no_mesh(profile: ModelProfile, target: Target, asked: Asked) -> str:
-    given = ", ".join(f"{axis}={size}" for axis, size in asked.pinned.items())
-    given += ", ".join(f"{dim}={'+'.join(axes)}" for dim, axes in asked.dims.items())
-    told = f" with {given}" if given else ""
+def _no_mesh(profile: ModelProfile, target: Target, asked: Asked, *, divided: bool) -> str:
+    told = f" with {asked.shown}" if asked.shown else ""
+    if divided:
+        return (
+            f"plan: no mesh of {target.size} devices has what is asked for, {asked.shown}; pin less"
+        )
     return (
         f"plan: no mesh of {target.size} devices{told} divides {profile.rows} rows of"
-        f" {profile.tokens} tokens and the model's heads and widths; give another --target"
-        f" or --data.global_batch{', or pin less' if given else ''}"
+        f" {profile.tokens} tokens and the model's heads and widths; give another target or"
+        f" number of rows{', or pin less' if told else ''}"
     )
 
 
 def _bare(plan: Plan) -> Plan:
-    """Without what is searched."""
+    """Without what is searched, and with what is not searched yet as it is by default."""
     return plan.replace(
         mesh={"data": 1},
         tensor_layout="1d",
@@ -180,43 +145,57 @@ def _bare(plan: Plan) -> Plan:
         batch=BatchConfig(),
         pipeline=PipelineConfig(),
         segments=(Segment(remat="full"),),
-        offload=plan.offload.settled,
     )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Scored:
-    """One way to run on a mesh."""
+    """One way to run on a mesh; `fastest`: no policy would be faster, had it more room."""
 
     seconds: float
     bytes: float
     rows: int
     chunks: int
     mix: Policies
+    fastest: bool
 
 
 def _best(mesh: OnMesh, chunks: int, room: float) -> tuple[_Scored | None, _Scored, int]:
     """The fastest that fits on one mesh, that which needs least, and how many were scored."""
     best = least = None
     scored = 0
-    for rows in _divisors(mesh.rows):
+    every = _divisors(mesh.rows)
+    for rows in every:
+        fitting = False
         for pieces in sorted({chunks, *_CHUNKS}):
             scored += 1
             one = _scored(mesh, rows, pieces, room)
             if least is None or one.bytes < least.bytes:
                 least = one
-            if one.bytes <= room:
-                if best is None or one.seconds < best.seconds:
-                    best = one
-                break  # more pieces are for where fewer do not fit
-        else:
-            break  # more rows need more
+            if one.bytes > room:
+                continue
+            fitting = True
+            # More pieces leave more room, which is of use where not all that helps is kept.
+            if best is None or one.seconds < best.seconds:
+                best = one
+            if one.fastest:
+                break
+        # More rows need more, but for the last: one microbatch has no sums of gradients.
+        if not fitting and rows != every[-1]:
+            last = _scored(mesh, every[-1], max(chunks, *_CHUNKS), room)
+            least = last if least is None or last.bytes < least.bytes else least
+            if last.bytes <= room and (best is None or last.seconds < best.seconds):
+                best = last
+            break
     assert least is not None
     return best, least, scored
 
 
 def _scored(mesh: OnMesh, rows: int, chunks: int, room: float) -> _Scored:
-    mix = _mix(mesh, rows, chunks, room)
+    policies = _policies(mesh, rows)
+    mix = _mix(mesh, rows, chunks, room, policies)
+    ideal = min((one.seconds for one in policies), default=0.0)
+    ideal_names = {one.names for one in policies if one.seconds <= ideal}
     predicted = mesh.predicted(rows, mix, chunks)
     return _Scored(
         seconds=predicted.seconds.total,
@@ -224,23 +203,30 @@ def _scored(mesh: OnMesh, rows: int, chunks: int, room: float) -> _Scored:
         rows=rows,
         chunks=chunks,
         mix=mix,
+        fastest=all(names in ideal_names for runs in mix for _, names in runs),
     )
 
 
-def _mix(mesh: OnMesh, rows: int, chunks: int, room: float) -> Policies:
-    """What layers keep; where nothing fits, nothing but their inputs."""
+def _policies(mesh: OnMesh, rows: int) -> list[Policy]:
+    """Each that all kinds of layers know, with what all layers take and keep under it."""
     kinds, tokens = mesh.profile.kinds, mesh.tokens(rows)
-    full = [[(kind.calls, frozenset[str]())] for kind in kinds]
     common = set.intersection(*(set(kind.traced.again) for kind in kinds)) if kinds else set()
-    left = room - mesh.bytes(rows, 0.0, chunks).total
-    policies = [
+    each = list(enumerate(kinds))
+    return [
         Policy(
             names=one,
-            seconds=sum(k.calls * mesh.compute(at, one, tokens) for at, k in enumerate(kinds)),
-            bytes=sum(k.calls * mesh.kept(at, one, tokens) for at, k in enumerate(kinds)),
+            seconds=sum(k.calls * mesh.layer_seconds(at, one, tokens) for at, k in each),
+            bytes=sum(k.calls * mesh.kept(at, one, tokens) for at, k in each),
         )
         for one in sorted(common, key=sorted)
     ]
+
+
+def _mix(mesh: OnMesh, rows: int, chunks: int, room: float, policies: Sequence[Policy]) -> Policies:
+    """What layers keep; where nothing fits, nothing but their inputs."""
+    kinds = mesh.profile.kinds
+    full = [[(kind.calls, frozenset[str]())] for kind in kinds]
+    left = room - mesh.bytes(rows, 0.0, chunks).total
     if len(kinds) == 1 and kinds[0].group == 1:
         layers = kinds[0].calls
         each = [
@@ -258,12 +244,16 @@ def _mix(mesh: OnMesh, rows: int, chunks: int, room: float) -> Policies:
 
 def _with(plan: Plan, one: _Scored) -> Plan:
     """The plan that runs so."""
-    runs = one.mix[0] if len(one.mix) == 1 else [(-1, one.mix[0][0][1])]
-    runs = [(-1, runs[0][1])] if len(runs) == 1 else runs
+    if not one.mix:
+        runs = []
+    elif len(one.mix) == 1 and len(one.mix[0]) > 1:
+        runs = one.mix[0]
+    else:
+        runs = [(-1, one.mix[0][0][1])]
     segments = tuple(Segment(count=count, remat=_remat(names)) for count, names in runs)
     return plan.replace(
         batch=BatchConfig(microbatch=one.rows),
-        segments=segments,
+        segments=segments or (Segment(),),
         loss=LossConfig(vocab_chunks=one.chunks),
     )
 
@@ -282,7 +272,7 @@ def told(one: Candidate) -> str:
     rows = plan.batch.microbatch
     layers = [
         f"{'all' if part.count == -1 else part.count} layers"
-        + (" recompute all" if part.remat == "full" else f" keep {part.remat}")
+        + {"full": " recompute all", "none": " keep all"}.get(part.remat, f" keep {part.remat}")
         for part in plan.segments
     ]
     return (

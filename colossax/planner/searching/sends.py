@@ -60,10 +60,8 @@ def weights_sent(profile: ModelProfile, parts: Parts) -> tuple[Sent, ...]:
     """Gathers of weights and sums of their gradients, in a microbatch."""
     found: list[Sent] = []
     for kind in profile.kinds:
-        leaves = [profile.infos[at] for at in kind.leaves]
-        found += _times(_weights(parts, leaves, passes=2), kind.calls)
-    ends = [profile.infos[at] for at in profile.outside]
-    return _joined(found + _weights(parts, ends, passes=1))
+        found += _times(_weights(profile, parts, kind.leaves, passes=2), kind.calls)
+    return _joined(found + _weights(profile, parts, profile.outside, passes=1))
 
 
 def states_sent(profile: ModelProfile, parts: Parts) -> tuple[Sent, ...]:
@@ -85,7 +83,7 @@ def tokens_sent(
     parts: Parts,
     split: Sequence[Widths],
     tokens: Tokens,
-    kept: Sequence[frozenset[str]],
+    kept: Sequence[Sequence[tuple[int, frozenset[str]]]],
 ) -> tuple[Sent, ...]:
     """What a device sends for its tokens, in a microbatch.
 
@@ -94,25 +92,40 @@ def tokens_sent(
         parts: Plan and mesh.
         split: Of each kind of layer, see `widths`.
         tokens: Of the microbatch.
-        kept: Of each kind of layer, the names that its policy keeps.
+        kept: Of each kind of layer, how many keep which names.
     """
     found: list[Sent] = []
-    for kind, names, wide in zip(profile.kinds, kept, split, strict=True):
-        inside = tokens.inside * kind.tokens / profile.tokens
-        found += _times(_activations(parts, kind, wide, inside, names), kind.calls)
-        found += _times(_attention(parts, kind, inside, names), kind.calls)
-        found += _times(
-            _experts(profile, parts, kind, inside * tokens.held / tokens.inside), kind.calls
-        )
+    for kind, runs, wide in zip(profile.kinds, kept, split, strict=True):
+        for count, names in runs:
+            found += _times(layer_sent(profile, parts, kind, wide, tokens, names), count)
     return _joined(found + _ends(profile, parts, tokens))
 
 
-def _weights(parts: Parts, infos: Iterable[ParamInfo], passes: int) -> list[Sent]:
-    """Gathers of weights for each pass, and sums of their gradients."""
+def layer_sent(
+    profile: ModelProfile,
+    parts: Parts,
+    kind: LayerKind,
+    split: Widths,
+    tokens: Tokens,
+    names: frozenset[str],
+) -> list[Sent]:
+    """What a device sends for its tokens in one call of a layer that keeps these names."""
+    inside = tokens.inside * kind.tokens / profile.tokens
+    held = inside * tokens.held / tokens.inside
+    return [
+        *_activations(parts, kind, split, inside, names),
+        *_attention(parts, kind, inside, names),
+        *_experts(profile, parts, kind, held, together=tokens.held == tokens.inside),
+    ]
+
+
+def _weights(profile: ModelProfile, parts: Parts, leaves: Iterable[int], passes: int) -> list[Sent]:
+    """Gathers of weights for each pass, and sums of the gradients of those that learn."""
     plan, found = parts.bound.plan, []
     compute = np.dtype(plan.precision.compute).itemsize
     reduction = np.dtype(plan.precision.reduction or plan.precision.compute).itemsize
-    for info in infos:
+    for leaf in leaves:
+        info, learns = profile.infos[leaf], profile.learns[leaf]
         shape, dims = info.shape, info.dims
         whole = parts.whole(dims, shape)
         stored = parts.axes("params", dims, shape)
@@ -129,6 +142,8 @@ def _weights(parts: Parts, infos: Iterable[ParamInfo], passes: int) -> list[Sent
         if n := parts.size(gathered) - 1:
             sent = n / (n + 1) * numbers
             found.append(_sent("all-gather", gathered, passes * sent * wide, passes, True))
+        if not learns:
+            continue
         if n := parts.size(scattered) - 1:
             wide = reduction if matrix else 4
             found.append(_sent("reduce-scatter", scattered, n / (n + 1) * numbers * wide, 1, True))
@@ -216,7 +231,7 @@ def _attention(parts: Parts, kind: LayerKind, inside: float, kept: frozenset[str
     heads, kv_heads, size = qkv[0][2] // t, max(1, qkv[1][2] // t), qkv[0][3]
     repeated = math.lcm(kv_heads, ulysses)
     again = 1 if "attention" not in kept else 0
-    moving = 2 * inside * ulysses * repeated / ulysses * size
+    moving = 2 * inside * repeated * size
     if ring > 1:
         found.append(
             _sent(
@@ -234,10 +249,14 @@ def _attention(parts: Parts, kind: LayerKind, inside: float, kept: frozenset[str
     return found
 
 
-def _experts(profile: ModelProfile, parts: Parts, kind: LayerKind, held: float) -> list[Sent]:
+def _experts(
+    profile: ModelProfile, parts: Parts, kind: LayerKind, held: float, *, together: bool
+) -> list[Sent]:
     """Tokens to the devices of their experts and back; backward sends the rows once more.
 
-    Buffers have room for more rows than there are, by the plan's `experts.capacity`.
+    Rows go alone, into buffers with room for more than there are by the plan's `experts.capacity`;
+    where a group is no larger than a token has choices, all its tokens are gathered. Devices that
+    hold the same tokens together sum what their experts made of them.
     """
     for one in kind.traced.maps:
         info = profile.infos[kind.leaves[one.leaf]]
@@ -247,8 +266,16 @@ def _experts(profile: ModelProfile, parts: Parts, kind: LayerKind, held: float) 
         _, shape = _row(info)
         choices = one.flops / (2 * kind.tokens * math.prod(shape[1:]))
         plan = parts.bound.plan
-        wide = np.dtype(plan.precision.compute).itemsize
-        rows = held * choices * plan.experts.capacity * shape[1] * wide
+        token = held * shape[1] * np.dtype(plan.precision.compute).itemsize
+        dispatch = plan.experts.dispatch
+        if together and not set(axes) & parts.split:
+            return [_sent("all-reduce", axes, 4 * (e - 1) / e * token, 2, False)]
+        if dispatch == "gather" or (dispatch == "auto" and e <= choices):
+            return [
+                _sent("all-gather", axes, 3 * (e - 1) * token, 3, False),
+                _sent("reduce-scatter", axes, 2 * (e - 1) * token, 2, False),
+            ]
+        rows = choices * plan.experts.capacity * token
         return [_sent("all-to-all", axes, 5 * (e - 1) / e * rows, 10, False)]
     return []
 

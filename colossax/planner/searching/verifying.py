@@ -78,11 +78,11 @@ def _apart(config: TrainConfig, target: Target) -> Compiled:
         done = subprocess.run(
             [sys.executable, "-m", "colossax", *words], capture_output=True, text=True
         )
-    if done.returncode == 2:
-        return {"refused": done.stderr.strip().rpartition("colossax: ")[2]}
-    if done.returncode:
-        raise RuntimeError(f"colossax {' '.join(words)}: {done.stderr[-2000:]}")
-    return json.loads(done.stdout)
+    if done.returncode == 0:
+        return json.loads(done.stdout)
+    said = done.stderr.strip().rpartition("colossax: ")[2] if done.returncode == 2 else ""
+    last = (done.stderr.strip().splitlines() or ["nothing said"])[-1]
+    return {"refused": said or f"compiling ended with {done.returncode}: {last}"}
 
 
 def true_seconds(predicted: Seconds, found: Compiled) -> Seconds:

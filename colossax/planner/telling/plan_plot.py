@@ -34,7 +34,7 @@ def plot_plans(answer: Answer, path: Path) -> None:
 
 
 def _memory(answer: Answer) -> Mapping[str, list[float]]:
-    """By term: compiled where all plans are, else by formula."""
+    """By term: compiled where a plan is, else by formula."""
     plans = answer.plans
     terms = [
         one.candidate.predicted.bytes.terms

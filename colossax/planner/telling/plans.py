@@ -13,12 +13,12 @@ _GIB = 2**30
 def describe_plans(title: str, answer: Answer, out: str | None) -> str:
     """The plans for people: the first in words, then a table."""
     first = answer.plans[0]
+    seconds = first.seconds
     rows = [
         f"{title}: {words(first)}",
-        f"{first.seconds.total:.3f} s a step: {first.seconds.compute:.3f} s of matmuls,"
-        f" {first.seconds.waited:.3f} s of collectives that they wait for,"
-        f" {first.seconds.beside:.3f} s beside them"
-        f" ({first.seconds.exposed:.3f} s of which stick out)",
+        f"{_time(seconds.total)} a step: {_time(seconds.compute)} of matmuls,"
+        f" {_time(seconds.waited)} of collectives that they wait for,"
+        f" {_time(seconds.beside)} beside them ({_time(seconds.exposed)} of which stick out)",
         _memory(first, answer.room),
     ]
     if len(answer.plans) > 1:
@@ -34,25 +34,33 @@ def describe_plans(title: str, answer: Answer, out: str | None) -> str:
 def _memory(one: Planned, room: float) -> str:
     room_told = f"of {room / _GIB:.1f} GiB that a step may take"
     if one.found is None:
-        return f"{one.total_bytes / _GIB:.2f} GiB by formula, not compiled, {room_told}"
+        return f"{_size(one.total_bytes)} by formula, not compiled, {room_told}"
     terms = one.found["device_bytes"]["terms"]
     shown = sorted(terms.items(), key=lambda term: -term[1])[:5]
-    told = ", ".join(f"{name} {size / _GIB:.2f}" for name, size in shown if size > 0.005 * _GIB)
-    return f"{one.total_bytes / _GIB:.2f} GiB compiled, {room_told}: {told}"
+    told = ", ".join(f"{name} {_size(size)}" for name, size in shown if size)
+    return f"{_size(one.total_bytes)} compiled, {room_told}: {told}"
 
 
 def _table(answer: Answer) -> list[str]:
-    rows = [("plan", "seconds", "GiB", "why not first")]
+    rows = [("plan", "a step", "memory", "why not first")]
     rows += [
         (
             f"{one.candidate.label}",
-            f"{one.seconds.total:.3f}",
-            f"{one.total_bytes / _GIB:.2f}",
+            _time(one.seconds.total),
+            _size(one.total_bytes),
             one.why_not_first or "-",
         )
         for one in answer.plans
     ]
     return columns(rows, indent="")
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.3f} s" if seconds >= 0.1 or not seconds else f"{1e3 * seconds:.3g} ms"
+
+
+def _size(count: float) -> str:
+    return f"{count / _GIB:.2f} GiB" if count >= 0.1 * _GIB else f"{count / 2**20:.3g} MiB"
 
 
 def words(one: Planned) -> str:

@@ -1,0 +1,65 @@
+"""What a search is told to hold to."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from colossax.config import FrozenDict, nearest
+from colossax.errors import InputError
+from colossax.planner.profiling import ModelProfile
+from colossax.planner.searching.parts import Parts
+from colossax.sharding import resolve
+from colossax.typing import ParamInfo
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What is given or ruled out.
+
+    Attributes:
+        sizes: Of mesh axes, that are to be as given.
+        forbidden: Mesh axes that are to be left out.
+        dims: Logical dims of parameters, with the mesh axes that are to split each.
+    """
+
+    sizes: Mapping[str, int] = FrozenDict()
+    forbidden: frozenset[str] = frozenset()
+    dims: Mapping[str, tuple[str, ...]] = FrozenDict()
+
+    @property
+    def pinned(self) -> dict[str, int]:
+        """Sizes of axes, those that are left out among them."""
+        return {**self.sizes, **dict.fromkeys(self.forbidden, 1)}
+
+    @property
+    def shown(self) -> str:
+        """For people; empty where nothing is asked."""
+        sizes = [f"{axis}={size}" for axis, size in self.pinned.items()]
+        return ", ".join(sizes + [f"{dim}={'+'.join(axes)}" for dim, axes in self.dims.items()])
+
+    def check(self, profile: ModelProfile) -> None:
+        """Refuse a dim that no parameter has.
+
+        Raises:
+            InputError: With the nearest.
+        """
+        known = sorted({dim for info in profile.infos for dim in info.dims if dim is not None})
+        for dim in self.dims:
+            if dim not in known:
+                raise InputError(
+                    f"--pin {dim}: is neither a mesh axis nor a dim of any parameter"
+                    f"{nearest(dim, known)}; dims are {', '.join(known)}"
+                )
+
+    def held(self, infos: Sequence[ParamInfo], parts: Parts) -> bool:
+        """Whether each parameter that has such a dim is split over its axes."""
+        for info in infos:
+            for dim in self.dims.keys() & set(info.dims):
+                spec = resolve(parts.bound, "params", info.dims, info.shape, name=info.path)
+                entry = spec[info.dims.index(dim)]
+                split = (entry,) if isinstance(entry, str) else tuple(entry or ())
+                if not set(self.dims[dim]) <= set(split):
+                    return False
+        return True
+
+
+NOTHING_ASKED = Asked()
