@@ -80,6 +80,14 @@ def test_the_step_of_a_student_is_built():
     assert {info.model for info in jax.tree.leaves(scope["step"].infos)} == {"student"}
 
 
+def test_a_plan_is_found_from_python(capsys):
+    (script,) = snippets("planning.md")
+    exec(script, {})
+    mesh, seconds = capsys.readouterr().out.rsplit(" ", 1)
+    assert mesh.startswith("{'")
+    assert 0 < float(seconds) < 1
+
+
 @pytest.mark.catches("idle-unsaid")
 def test_a_plain_model_is_warned_of_and_named(capsys):
     found, given = snippets("plain_models.md")

@@ -19,9 +19,6 @@ from colossax.sharding.rules import (
 )
 from colossax.typing import Dims
 
-Sizes = Mapping[str, int]
-"""Devices along each mesh axis."""
-
 
 def abstract(plan: Plan, devices: int) -> BoundPlan:
     """A plan on a mesh without devices, for what asks for sizes alone.
