@@ -81,6 +81,7 @@ class OnMesh:
         self._by_step = states_sent(profile, self.parts)
         self._peak = _peak(target, bound.plan)
         self._widths = [widths(profile, self.parts, kind) for kind in profile.kinds]
+        self._flops = [self._of_maps(kind) for kind in profile.kinds]
         self._compute: dict[tuple[int, frozenset[str]], float] = {}
         self._waited: dict[tuple[int, frozenset[str]], float] = {}
 
@@ -99,18 +100,15 @@ class OnMesh:
         """Seconds of one call of a kind of layer, forward and backward."""
         key = (number, names)
         if key not in self._compute:
-            self._compute[key] = self._of_a_row(self.profile.kinds[number], names)
+            self._compute[key] = self._of_a_row(number, names)
         return self._compute[key] * tokens.inside / self.profile.tokens
 
-    def _of_a_row(self, kind: LayerKind, names: frozenset[str]) -> float:
+    def _of_a_row(self, number: int, names: frozenset[str]) -> float:
         """Seconds of one call for the tokens that were traced."""
+        kind = self.profile.kinds[number]
         again, share = kind.traced.again[names]
-        maps = sum(
-            (2 + self.profile.learns[kind.leaves[one.leaf]] + (number in again))
-            * one.flops
-            / self._map_part(kind, one.leaf)
-            for number, one in enumerate(kind.traced.maps)
-        )
+        once, flops = self._flops[number]
+        maps = once + sum(flops[at] for at in again)
         pairs = self.profile.pair_flops / sum(one.calls for one in self.profile.kinds)
         # Backward of attention computes scores anew: five products where forward has two.
         passes = 3.5 + (names in kind.traced.opaque or share > 0)
@@ -161,11 +159,17 @@ class OnMesh:
             microbatches=microbatches,
         )
 
-    def _map_part(self, kind: LayerKind, leaf: int) -> int:
-        """Over how many devices that hold the same tokens a matmul is split."""
-        info = self.profile.infos[kind.leaves[leaf]]
-        axes = self.parts.axes("weights", info.dims, info.shape)
-        return self.parts.size([axis for axis in axes if axis not in self.parts.split])
+    def _of_maps(self, kind: LayerKind) -> tuple[float, list[float]]:
+        """A device's FLOPs of a call's maps, forward and backward, and forward alone of each."""
+        flops, total = [], 0.0
+        for one in kind.traced.maps:
+            info = self.profile.infos[kind.leaves[one.leaf]]
+            axes = self.parts.axes("weights", info.dims, info.shape)
+            # Devices that hold the same tokens share it.
+            part = self.parts.size([axis for axis in axes if axis not in self.parts.split])
+            flops.append(one.flops / part)
+            total += (2 + self.profile.learns[kind.leaves[one.leaf]]) * flops[-1]
+        return total, flops
 
 
 def _peak(target: Target, plan: Plan) -> float:

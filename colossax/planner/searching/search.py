@@ -1,6 +1,7 @@
 """All meshes, microbatches and policies scored; the best of each mesh kept, the fastest first."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 from colossax.aot import Target
@@ -25,18 +26,37 @@ _CHUNKS = (1, 8, 32)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class _Scored:
+    """One way to run on a mesh; `fastest`: no policy would be faster, had it more room."""
+
+    seconds: float
+    bytes: float
+    rows: int
+    chunks: int
+    mix: Policies
+    fastest: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Candidate:
     """A plan and what formulas say of it.
 
     Attributes:
         label: Mesh and rules, for people.
-        plan: The plan.
+        base: The plan on its mesh.
+        way: How it runs there.
         predicted: Bytes and seconds.
     """
 
     label: str
-    plan: Plan
+    base: Plan
+    way: _Scored
     predicted: Prediction
+
+    @functools.cached_property
+    def plan(self) -> Plan:
+        """The whole plan."""
+        return _with(self.base, self.way)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -118,7 +138,8 @@ def again(
 def _candidate(label: str, plan: Plan, on_mesh: OnMesh, chosen: "_Scored") -> Candidate:
     return Candidate(
         label=label,
-        plan=_with(plan, chosen),
+        base=plan,
+        way=chosen,
         predicted=on_mesh.predicted(chosen.rows, chosen.mix, chosen.chunks),
     )
 
@@ -148,28 +169,16 @@ def _bare(plan: Plan) -> Plan:
     )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Scored:
-    """One way to run on a mesh; `fastest`: no policy would be faster, had it more room."""
-
-    seconds: float
-    bytes: float
-    rows: int
-    chunks: int
-    mix: Policies
-    fastest: bool
-
-
 def _best(mesh: OnMesh, chunks: int, room: float) -> tuple[_Scored | None, _Scored, int]:
     """The fastest that fits on one mesh, that which needs least, and how many were scored."""
     best = least = None
     scored = 0
-    every = _divisors(mesh.rows)
+    every, policies = _divisors(mesh.rows), _policies(mesh)
     for rows in every:
         fitting = False
         for pieces in sorted({chunks, *_CHUNKS}):
             scored += 1
-            one = _scored(mesh, rows, pieces, room)
+            one = _scored(mesh, policies, rows, pieces, room)
             if least is None or one.bytes < least.bytes:
                 least = one
             if one.bytes > room:
@@ -182,7 +191,7 @@ def _best(mesh: OnMesh, chunks: int, room: float) -> tuple[_Scored | None, _Scor
                 break
         # More rows need more, but for the last: one microbatch has no sums of gradients.
         if not fitting and rows != every[-1]:
-            last = _scored(mesh, every[-1], max(chunks, *_CHUNKS), room)
+            last = _scored(mesh, policies, every[-1], max(chunks, *_CHUNKS), room)
             least = last if least is None or last.bytes < least.bytes else least
             if last.bytes <= room and (best is None or last.seconds < best.seconds):
                 best = last
@@ -191,9 +200,11 @@ def _best(mesh: OnMesh, chunks: int, room: float) -> tuple[_Scored | None, _Scor
     return best, least, scored
 
 
-def _scored(mesh: OnMesh, rows: int, chunks: int, room: float) -> _Scored:
-    policies = _policies(mesh, rows)
-    mix = _mix(mesh, rows, chunks, room, policies)
+def _scored(
+    mesh: OnMesh, policies: Sequence[Policy], rows: int, chunks: int, room: float
+) -> _Scored:
+    left = room - mesh.bytes(rows, 0.0, chunks).total
+    mix = _mix(mesh, policies, left / rows)
     ideal = min((one.seconds for one in policies), default=0.0)
     ideal_names = {one.names for one in policies if one.seconds <= ideal}
     predicted = mesh.predicted(rows, mix, chunks)
@@ -207,9 +218,9 @@ def _scored(mesh: OnMesh, rows: int, chunks: int, room: float) -> _Scored:
     )
 
 
-def _policies(mesh: OnMesh, rows: int) -> list[Policy]:
-    """Each that all kinds of layers know, with what all layers take and keep under it."""
-    kinds, tokens = mesh.profile.kinds, mesh.tokens(rows)
+def _policies(mesh: OnMesh) -> list[Policy]:
+    """Each that all kinds of layers know, with what all layers take and keep of a row under it."""
+    kinds, tokens = mesh.profile.kinds, mesh.tokens(1)
     common = set.intersection(*(set(kind.traced.again) for kind in kinds)) if kinds else set()
     each = list(enumerate(kinds))
     return [
@@ -222,11 +233,10 @@ def _policies(mesh: OnMesh, rows: int) -> list[Policy]:
     ]
 
 
-def _mix(mesh: OnMesh, rows: int, chunks: int, room: float, policies: Sequence[Policy]) -> Policies:
-    """What layers keep; where nothing fits, nothing but their inputs."""
+def _mix(mesh: OnMesh, policies: Sequence[Policy], left: float) -> Policies:
+    """What layers keep with so many bytes for a row; where nothing fits, their inputs alone."""
     kinds = mesh.profile.kinds
     full = [[(kind.calls, frozenset[str]())] for kind in kinds]
-    left = room - mesh.bytes(rows, 0.0, chunks).total
     if len(kinds) == 1 and kinds[0].group == 1:
         layers = kinds[0].calls
         each = [
