@@ -69,7 +69,5 @@ def test_no_layer_computes_ranges(name):
 
 
 def test_without_what_the_mask_carries_there_are_many_such_kernels(monkeypatch):
-    monkeypatch.setattr(
-        "colossax.nn.decoder.decoder.with_ranges", lambda operands, _: operands.mask
-    )
+    monkeypatch.setattr("colossax.nn.decoder.masks.with_ranges", lambda operands, _: operands.mask)
     assert len(whole_numbers(parse_module(compiled(MESHES["ring"]).hlo))) > 50

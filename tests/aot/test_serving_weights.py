@@ -84,7 +84,9 @@ def test_codes_are_read_once_and_no_matrix_is_written(form, kind):
         for shape in module.operand_shapes(one)
         if shape.startswith(TYPES[form])
     )
-    assert read == CODES
+    # A loop, which has no turn where none are asked for, scores tokens of prompts by the head.
+    head = TWO_LAYERS.vocab * TWO_LAYERS.embed
+    assert read == CODES + (kind == "mixed") * head
 
 
 BLOOM = BloomConfig(vocab=250880, embed=14336, layers=70, heads=112, max_seq=2048)
