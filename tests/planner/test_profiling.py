@@ -7,6 +7,7 @@ import jax
 import pytest
 
 from colossax.aot import parse_target
+from colossax.cli.overrides import apply_overrides
 from colossax.config import AttentionConfig, BatchConfig, OffloadConfig, Segment
 from colossax.planner.counting.layer_costs import stack_costs
 from colossax.planner.profiling import profile_task
@@ -88,6 +89,23 @@ def test_a_policy_keeps_and_computes_what_the_layer_traced_under_it_does(names):
     tokens = Tokens(inside=float(config.data.seq_len), held=float(config.data.seq_len))
     kept = kept_bytes(kind, frozenset(names), 1, tokens, config.data.seq_len)
     assert truth.kept_bytes == pytest.approx(kept)
+
+
+@pytest.mark.catches("codes-are-no-map")
+@pytest.mark.catches("what-is-frozen-has-gradients")
+@pytest.mark.parametrize("base", ["own", "nf4"])
+def test_an_adapter_beside_a_frozen_base_leaves_attention_what_it_takes(base):
+    """In codes too; of the base backward has no gradient, so the task says fewer FLOPs of it."""
+    adapter = [("adapter.rank", "4"), ("adapter.base", base)]
+    config = apply_overrides(recipe("llama_tiny"), adapter)
+    found = profile_task(task_of(config), config.plan, TARGET)
+    plain = profile("llama_tiny")
+    (kind,) = found.kinds
+    held = [one.flops for one in kind.traced.maps if not found.learns[kind.leaves[one.leaf]]]
+    assert kind.calls * sum(held) == plain.maps_flops
+    # What comes before the first adapter has no gradient of its input: a layer's worth at most.
+    assert found.pair_flops <= plain.pair_flops
+    assert found.pair_flops >= plain.pair_flops - plain.maps_flops / kind.calls / 3
 
 
 def test_moments_are_those_of_the_optimizer():

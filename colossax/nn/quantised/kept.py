@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Callable
 
 import jax.numpy as jnp
-from flax import nnx
 from jaxtyping import Array
 
 from colossax.errors import PlanError
@@ -13,8 +12,8 @@ from colossax.nn.module import MakeModel
 from colossax.nn.quantised.codes import Packing
 from colossax.nn.quantised.forms import KEPT
 from colossax.nn.quantised.grid import Grid
-from colossax.nn.quantised.module import Quantised, packing_of
-from colossax.nn.weights import Weighted, with_weights
+from colossax.nn.quantised.module import Quantised, packing_of, with_maps_of_layers
+from colossax.nn.weights import Weighted
 from colossax.pallas.int4_matmul.spec import CODES_A_BYTE
 from colossax.sharding import current, resolve
 from colossax.typing import Dims
@@ -43,22 +42,12 @@ def with_kept(make_model: MakeModel, grid_of: GridOf) -> MakeModel:
         make_model: Of a model whose maps are `colossax.nn.Linear`.
         grid_of: What the codes of a map are.
     """
-    layers_made = False
 
-    def with_layers(rngs: nnx.Rngs) -> nnx.Module:
-        nonlocal layers_made
-        layers_made = False
-        model = make_model(rngs)
-        layers_made = True
-        return model
-
-    def made(name: str, module: Weighted, rngs: nnx.Rngs) -> Kept | None:
-        if layers_made or not isinstance(module, Linear):
-            return None
+    def made(name: str, module: Linear) -> Kept | None:
         grid = grid_of(name, tuple(module.weight.shape))
         return None if grid is None else Kept(module.held, _packing(module, grid))
 
-    return with_weights(with_layers, made)
+    return with_maps_of_layers(make_model, made)
 
 
 def _packing(module: Weighted, grid: Grid) -> Packing:

@@ -1,5 +1,6 @@
 """Codes put in the place of a model's matrices as it is built."""
 
+from collections.abc import Callable
 from typing import Any
 
 from flax import nnx
@@ -80,25 +81,15 @@ def with_quantised(
         InputError: When built: blocks do not divide a matrix, or there are experts.
     """
 
-    layers_made = False
     others = "own" if form not in (*IN_GROUPS, *SPARSE) else "int8, fp8 or own"
 
-    def with_layers(rngs: nnx.Rngs) -> nnx.Module:
-        nonlocal layers_made
-        layers_made = False
-        model = make_model(rngs)
-        layers_made = True
-        return model
-
-    def made(name: str, module: Weighted, rngs: nnx.Rngs) -> Quantised | None:
-        if layers_made or not isinstance(module, Linear):
-            return None  # the head is no map of a layer
+    def made(name: str, module: Linear) -> Quantised:
         packing = packing_of(module, form, double=double, group=group)
         packing.check(name, asked)
         return Quantised(module.held, packing)
 
     def built(rngs: nnx.Rngs) -> nnx.Module:
-        model = with_weights(with_layers, made)(rngs)
+        model = with_maps_of_layers(make_model, made)(rngs)
         for path, node in nnx.iter_graph(model):
             if isinstance(node, Experts):
                 raise InputError(
@@ -123,3 +114,29 @@ def packing_of(
         group=group,
         outliers=outliers,
     )
+
+
+def with_maps_of_layers(
+    make_model: MakeModel, made: Callable[[str, Linear], Quantised | None]
+) -> MakeModel:
+    """A factory of the same model, matrices of its layers' maps as `made` gives them; None: as is.
+
+    Args:
+        make_model: Of a model whose maps are `colossax.nn.Linear`.
+        made: From the name of a map, from its layer down, and the map.
+    """
+    layers_made = False
+
+    def with_layers(rngs: nnx.Rngs) -> nnx.Module:
+        nonlocal layers_made
+        layers_made = False
+        model = make_model(rngs)
+        layers_made = True
+        return model
+
+    def of_layers(name: str, module: Weighted, rngs: nnx.Rngs) -> Quantised | None:
+        if layers_made or not isinstance(module, Linear):
+            return None  # the head is no map of a layer
+        return made(name, module)
+
+    return with_weights(with_layers, of_layers)

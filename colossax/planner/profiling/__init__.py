@@ -2,6 +2,7 @@
 
 from .model import LayerKind as LayerKind
 from .model import ModelProfile as ModelProfile
+from .model import bare as bare
 from .model import profile_task as profile_task
 from .traced import KeptArray as KeptArray
 from .traced import Map as Map

@@ -17,6 +17,7 @@ from colossax.config import (
     Plan,
     Segment,
 )
+from colossax.errors import PlanError
 from colossax.layerwise import running
 from colossax.planner.counting.traced_flops import traced_flops
 from colossax.planner.deciding.trial import choosing_for
@@ -62,6 +63,7 @@ class ModelProfile:
         tokens: That were traced: those of one row.
         rows: Of a global batch.
         ends_flops: Forward, for the tokens that were traced: of what stands outside of layers.
+        ends_passes: How often those are done: 3 times, and where nothing of it learns twice.
         pair_flops: Likewise of attention between tokens.
     """
 
@@ -72,6 +74,7 @@ class ModelProfile:
     tokens: int
     rows: int
     ends_flops: float
+    ends_passes: int
     pair_flops: float
 
     @functools.cached_property
@@ -82,8 +85,7 @@ class ModelProfile:
     @functools.cached_property
     def outside(self) -> tuple[int, ...]:
         """Numbers of parameters that are of no layer."""
-        inside = {at for kind in self.kinds for at in kind.leaves}
-        return tuple(at for at in range(len(self.infos)) if at not in inside)
+        return _outside(self.kinds, len(self.infos))
 
     @functools.cached_property
     def width(self) -> int:
@@ -105,36 +107,43 @@ def profile_task(task: Task, plan: Plan, target: Target) -> ModelProfile:
         plan: Its precision and kernels count.
         target: Whose kernels are chosen.
 
+    Raises:
+        PlanError: Layers are those of several models.
+
     Cost: about a second for any size; nothing is compiled or allocated. Of a task that does not say
     its FLOPs layers are traced once more, with attention written out.
     """
     dims = batch_dims(dict(task.shapes), task.options.batch_dims)
     one_row = _one_row(task, dims)
     with choosing_for(target):
-        step, kinds, ends = _traced_kinds(one_row, _single(plan))
+        step, kinds, ends = _traced_kinds(one_row, bare(plan))
         # Kernels do not say their FLOPs.
         pairs = sum((kind.calls * kind.traced.other_flops for kind in kinds), 0.0)
+        learns = tuple(bool(learns) for learns in jax.tree.leaves(step.trainable))
+        ends_passes = 2 + any(learns[at] for at in _outside(kinds, len(learns)))
         if task.flops:
-            pairs = max(0.0, task.flops / 3 / _rows(task, dims) - _maps_flops(kinds) - ends)
+            others = ends_passes * ends + _both_ways(kinds, learns)
+            pairs = max(0.0, (task.flops / _rows(task, dims) - others) / 3)
         elif any(kind.traced.opaque for kind in kinds):
-            written = _single(plan).replace(attention=AttentionConfig(kernel="reference"))
-            _, others, _ = _traced_kinds(one_row, written)
-            pairs = sum((kind.calls * kind.traced.other_flops for kind in others), 0.0)
+            written = bare(plan).replace(attention=AttentionConfig(kernel="reference"))
+            _, anew, _ = _traced_kinds(one_row, written)
+            pairs = sum((kind.calls * kind.traced.other_flops for kind in anew), 0.0)
     infos = tuple(jax.tree.leaves(step.spec.infos))
     return ModelProfile(
         infos=infos,
         moments=tuple(_moments(step, infos)),
-        learns=tuple(bool(learns) for learns in jax.tree.leaves(step.trainable)),
+        learns=learns,
         kinds=kinds,
         tokens=_tokens(task, dims),
         rows=_rows(task, dims),
         ends_flops=ends,
+        ends_passes=ends_passes,
         pair_flops=pairs,
     )
 
 
-def _single(plan: Plan) -> Plan:
-    """On one device, nothing recomputed or placed elsewhere."""
+def bare(plan: Plan) -> Plan:
+    """On one device, nothing recomputed, placed elsewhere or in another layout than by default."""
     return plan.replace(
         mesh={"data": 1},
         tensor_layout="1d",
@@ -170,7 +179,12 @@ def _kind(run: RecordedRun, infos: Sequence[ParamInfo]) -> LayerKind:
     layer, layers = run.layer(), run.layers
     leaves = tuple(at for at, info in enumerate(infos) if info.segment == layers.key)
     count = len(jax.tree.leaves(run.row))
-    assert len(leaves) == count, f"{layers.key}: {count} arrays for {len(leaves)} parameters"
+    if len(leaves) != count:
+        raise PlanError(
+            f"plan: layer stack '{layers.key[0]}' reads {count} arrays and {len(leaves)} parameters"
+            " are of its name, as of several models in one task, which are not searched yet; count"
+            " plans of your own with colossax inspect"
+        )
     outputs, carry = len(jax.tree.leaves(layer.out)), len(jax.tree.leaves(run.carry))
     return LayerKind(
         calls=layers.count,
@@ -179,6 +193,21 @@ def _kind(run: RecordedRun, infos: Sequence[ParamInfo]) -> LayerKind:
         leaves=leaves,
         traced=traced(layer.equations, count, outputs, carry),
     )
+
+
+def _outside(kinds: Sequence[LayerKind], count: int) -> tuple[int, ...]:
+    inside = {at for kind in kinds for at in kind.leaves}
+    return tuple(at for at in range(count) if at not in inside)
+
+
+def _both_ways(kinds: Sequence[LayerKind], learns: Sequence[bool]) -> float:
+    """Of maps forward and backward: what does not learn has no gradient of its own."""
+    maps = [
+        (kind.calls * one.flops, kind.leaves[one.leaf])
+        for kind in kinds
+        for one in kind.traced.maps
+    ]
+    return sum(((2 + learns[at]) * flops for flops, at in maps), 0.0)
 
 
 def _maps_flops(kinds: Sequence[LayerKind]) -> float:

@@ -124,7 +124,7 @@ def traced(equations: Any, parameters: int, outputs: int, carry: int) -> TracedL
     grouped = [at for at, one in found.items() if one.grouped][:-1]
     total, again, opaque = sum(other.values(), 0.0), {}, set()
     names = sorted(set(named.values()))
-    kernels = {at for at, eqn in enumerate(jaxpr.eqns) if _kernel(eqn) and at not in found}
+    kernels = _attending(jaxpr.eqns, named, origin) - found.keys()
     for kept_names in _subsets(names):
         stops = {at for at, name in named.items() if name in kept_names}
         needed = _needed(jaxpr.eqns, makers, jaxpr.outvars[outputs:], stops)
@@ -144,19 +144,21 @@ def traced(equations: Any, parameters: int, outputs: int, carry: int) -> TracedL
 
 
 class _Origins:
-    """From a variable to the parameter that it is, in another shape or dtype."""
+    """From a variable to the parameter that it is, in another shape, dtype or form."""
 
     def __init__(self, eqns: Sequence[Any], makers: Mapping[Any, int], leaves: Mapping[Any, int]):
-        self._eqns, self._makers, self._leaves = eqns, makers, leaves
+        self._eqns, self._makers = eqns, makers
+        self._params = {var: (leaf, var) for var, leaf in leaves.items()}
+        for eqn in eqns:
+            read = [var for var in eqn.invars if not _literal(var)]
+            found = [self._params[var] for var in read if var in self._params]
+            if found and len(found) == len(read):  # as codes and scales, of which codes are more
+                largest = max(found, key=lambda one: math.prod(one[1].aval.shape))
+                self._params.update(dict.fromkeys(eqn.outvars, largest))
 
     def leaf(self, var: Any) -> tuple[int, Any] | None:
-        """Number and variable of the parameter; None for what is none."""
-        while (at := self._made(var)) is not None:
-            if self._eqns[at].primitive.name not in _SAME:
-                return None
-            var = self._eqns[at].invars[0]
-        leaf = None if _literal(var) else self._leaves.get(var)
-        return None if leaf is None else (leaf, var)
+        """Number and variable of the parameter; None for what depends on more than those."""
+        return None if _literal(var) else self._params.get(var)
 
     def source(self, var: Any) -> int:
         """Number of the equation that computed it, changes of shape apart; -1 for an input."""
@@ -173,10 +175,10 @@ class _Origins:
 def _map_of(at: int, eqn: Any, origin: _Origins) -> Map | None:
     if eqn.primitive.name == "dot_general":
         sides = enumerate(map(origin.leaf, eqn.invars))
-        given = next(((n, found) for n, found in sides if found is not None), None)
-        if given is None:
+        given = [(n, found) for n, found in sides if found is not None]
+        if len(given) != 1:
             return None
-        side, (leaf, whole) = given
+        ((side, (leaf, whole)),) = given
         contracted = eqn.params["dimension_numbers"][0][side]
         shape = eqn.invars[side].aval.shape
         first, count = _contracted(whole.aval.shape, shape, contracted)
@@ -185,16 +187,21 @@ def _map_of(at: int, eqn: Any, origin: _Origins) -> Map | None:
         return Map(leaf=leaf, flops=flops, first=first, contracted=count, reads=reads)
     if not _kernel(eqn):
         return None
-    # A grouped matmul: rows of one factor, each with one matrix of the other.
     found = [(origin.leaf(var), var) for var in eqn.invars]
-    matrices = [(leaf, var) for leaf, var in found if leaf and len(var.aval.shape) == 3]
-    rows = [var for leaf, var in found if leaf is None and len(getattr(var.aval, "shape", ())) == 2]
-    if not matrices or not rows:
+    given = [leaf for leaf, _ in found if leaf is not None]
+    rows = [var for leaf, var in found if leaf is None and len(getattr(var.aval, "shape", ())) > 1]
+    if not given or not rows:
         return None
-    (leaf, _), matrix = matrices[0]
-    flops = 2.0 * rows[0].aval.shape[0] * math.prod(matrix.aval.shape[1:])
+    leaf, _ = max(given, key=lambda one: math.prod(one[1].aval.shape))
     reads = origin.source(rows[0])
-    return Map(leaf=leaf, flops=flops, first=True, contracted=2, reads=reads, grouped=True)
+    # A grouped matmul: rows of one factor, each with one matrix of the other.
+    matrices = [var for leaf, var in found if leaf and len(var.aval.shape) == 3]
+    if matrices and len(rows[0].aval.shape) == 2:
+        flops = 2.0 * rows[0].aval.shape[0] * math.prod(matrices[0].aval.shape[1:])
+        return Map(leaf=leaf, flops=flops, first=True, contracted=2, reads=reads, grouped=True)
+    # A matrix in codes, with a gradient of its own.
+    flops = equation_flops(eqn)
+    return Map(leaf=leaf, flops=flops, first=True, contracted=1, reads=reads) if flops else None
 
 
 def _contracted(
@@ -206,6 +213,12 @@ def _contracted(
     dims = whole if first else whole[::-1]
     products = list(itertools.accumulate(dims, lambda a, b: a * b))
     return first, products.index(size) + 1 if size in products else 1
+
+
+def _attending(eqns: Sequence[Any], named: Mapping[int, str], origin: _Origins) -> set[int]:
+    """Kernels that make what is named `attention`; where nothing is, all of them."""
+    made = {origin.source(eqns[at].invars[0]) for at, name in named.items() if name == "attention"}
+    return {at for at, eqn in enumerate(eqns) if _kernel(eqn) and (at in made or not made)}
 
 
 def _kernel(eqn: Any) -> bool:

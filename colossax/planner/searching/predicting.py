@@ -126,7 +126,13 @@ class OnMesh:
 
     def ends(self, tokens: Tokens) -> float:
         """Seconds of what stands beside the layers."""
-        flops = 3 * self.profile.ends_flops / self._tensor * tokens.inside / self.profile.tokens
+        flops = (
+            self.profile.ends_passes
+            * self.profile.ends_flops
+            / self._tensor
+            * tokens.inside
+            / self.profile.tokens
+        )
         return flops / (MATMULS * self._peak)
 
     def bytes(self, rows: int, kept: float, vocab_chunks: int) -> Bytes:

@@ -9,12 +9,11 @@ from colossax.config import (
     SAVEABLE,
     BatchConfig,
     LossConfig,
-    PipelineConfig,
     Plan,
     Segment,
 )
 from colossax.errors import PlanError
-from colossax.planner.profiling import ModelProfile
+from colossax.planner.profiling import ModelProfile, bare
 from colossax.planner.searching.asked import NOTHING_ASKED, Asked
 from colossax.planner.searching.meshes import limits_of, meshes, ruled
 from colossax.planner.searching.parts import Choices
@@ -87,7 +86,7 @@ def search(
 
     Args:
         profile: The model.
-        plan: What `_bare` names is replaced, all else stays.
+        plan: What `bare` names is replaced, all else stays.
         target: Where.
         room: Bytes of a device.
         asked: What is given or ruled out.
@@ -102,7 +101,7 @@ def search(
     scored, choices, divided = 0, dict[str, Choices](), False
     limits = limits_of(profile)
     for mesh in meshes(target, limits, asked.pinned):
-        for name, ruled_plan in ruled(_bare(plan), mesh, limits.tokens):
+        for name, ruled_plan in ruled(bare(plan), mesh, limits.tokens):
             if name not in choices:
                 choices[name] = Choices(ruled_plan.effective_rules)
             try:
@@ -154,18 +153,6 @@ def _no_mesh(profile: ModelProfile, target: Target, asked: Asked, *, divided: bo
         f"plan: no mesh of {target.size} devices{told} divides {profile.rows} rows of"
         f" {profile.tokens} tokens and the model's heads and widths; give another target or"
         f" number of rows{', or pin less' if told else ''}"
-    )
-
-
-def _bare(plan: Plan) -> Plan:
-    """Without what is searched, and with what is not searched yet as it is by default."""
-    return plan.replace(
-        mesh={"data": 1},
-        tensor_layout="1d",
-        tensor_matmul="auto",
-        batch=BatchConfig(),
-        pipeline=PipelineConfig(),
-        segments=(Segment(remat="full"),),
     )
 
 
