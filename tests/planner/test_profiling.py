@@ -103,9 +103,8 @@ def test_an_adapter_beside_a_frozen_base_leaves_attention_what_it_takes(base):
     (kind,) = found.kinds
     held = [one.flops for one in kind.traced.maps if not found.learns[kind.leaves[one.leaf]]]
     assert kind.calls * sum(held) == plain.maps_flops
-    # What comes before the first adapter has no gradient of its input: a layer's worth at most.
-    assert found.pair_flops <= plain.pair_flops
-    assert found.pair_flops >= plain.pair_flops - plain.maps_flops / kind.calls / 3
+    # Of the first layer's inputs nobody wants gradients, which the task knows: some is missing.
+    assert plain.pair_flops / 2 < found.pair_flops <= plain.pair_flops
 
 
 def test_moments_are_those_of_the_optimizer():
