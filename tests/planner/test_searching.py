@@ -314,8 +314,12 @@ def test_dims_that_nothing_has_are_not_pinned(llama):
         plan_run(Subject.of(config), config.plan, TARGET, asked=asked, verify=False)
 
 
+@pytest.mark.catches("float8-fits-no-mesh")
 def test_host_memory_and_float8_are_refused(llama):
     config, _ = llama
+    precision = dataclasses.replace(config.plan.precision, matmul="float8")
+    with pytest.raises(PlanError, match="plan.precision: what float8 makes of a step's time"):
+        plan_run(Subject.of(config), config.plan.replace(precision=precision), TARGET, verify=False)
     offload = dataclasses.replace(config.plan.offload, optimizer=1.0)
     with pytest.raises(PlanError, match=r"plan.offload: host memory is not searched yet"):
         plan_run(Subject.of(config), config.plan.replace(offload=offload), TARGET, verify=False)

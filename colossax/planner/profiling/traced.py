@@ -82,12 +82,6 @@ class TracedLayer:
     again: Mapping[frozenset[str], tuple[frozenset[int], float]]
     opaque: frozenset[frozenset[str]]
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Those that a policy may keep."""
-        present = {array.name for array in self.kept}
-        return tuple(name for name in SAVEABLE if name in present)
-
 
 def traced(equations: Any, parameters: int, outputs: int, carry: int) -> TracedLayer:
     """Read a layer's forward pass.

@@ -79,7 +79,7 @@ class OnMesh:
         self._splits = MeshAxis.TENSOR.value in activation_axes(bound, "seq:residual")
         self._by_microbatch = weights_sent(profile, self.parts)
         self._by_step = states_sent(profile, self.parts)
-        self._peak = _peak(target, bound.plan)
+        self._peak = peak_of(target, bound.plan)
         self._widths = [widths(profile, self.parts, kind) for kind in profile.kinds]
         self._flops = [self._of_maps(kind) for kind in profile.kinds]
         self._compute: dict[tuple[int, frozenset[str]], float] = {}
@@ -178,7 +178,7 @@ class OnMesh:
         return total, flops
 
 
-def _peak(target: Target, plan: Plan) -> float:
+def peak_of(target: Target, plan: Plan) -> float:
     """FLOP/s of a device.
 
     Raises:

@@ -18,7 +18,7 @@ from colossax.planner.searching.asked import NOTHING_ASKED, Asked
 from colossax.planner.searching.meshes import limits_of, meshes, ruled
 from colossax.planner.searching.parts import Choices
 from colossax.planner.searching.policies import Policy, fastest_mix
-from colossax.planner.searching.predicting import OnMesh, Policies, Prediction
+from colossax.planner.searching.predicting import OnMesh, Policies, Prediction, peak_of
 
 _CHUNKS = (1, 8, 32)
 """Of the vocabulary, beside what the plan has."""
@@ -93,8 +93,10 @@ def search(
         margin: Share of `room` that formulas may fill, as they err.
 
     Raises:
-        PlanError: No mesh that was asked for divides the model and its batch.
+        PlanError: No mesh that was asked for divides the model and its batch; how fast the GPUs
+            are for the plan is not known.
     """
+    peak_of(target, plan)  # refused at once: what follows passes over plans that do not fit
     room *= margin
     found: list[Candidate] = []
     smallest: Candidate | None = None
