@@ -9,7 +9,7 @@ from ci import slots
 DAY_S = 24 * 3600
 
 
-def test_every_slot_is_seen_within_fifteen_landings():
+def test_every_slot_is_seen_within_sixteen_landings():
     seen = {slots.lanes(turn) for turn in range(100, 100 + slots.LANDINGS)}
     assert seen == set(slots.SLOTS)
 
@@ -19,7 +19,7 @@ def test_a_slot_keeps_to_its_minutes():
         assert sum(int(lane.rpartition(":")[2]) for lane in slot) <= slots.SLOT_S, slot
 
 
-def test_one_landing_in_fifteen_starts_without_kept_programs_in_another_slot_each_time():
+def test_one_landing_in_sixteen_starts_without_kept_programs_in_another_slot_each_time():
     rounds = slots.LANDINGS
     fresh = [turn for turn in range(rounds**2) if slots.is_fresh(turn)]
     assert [len([t for t in fresh if t // rounds == n]) for n in range(rounds)] == [1] * rounds
