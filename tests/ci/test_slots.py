@@ -66,8 +66,8 @@ def test_turns_are_read_from_history(tmp_path):
 
 
 def test_the_table_says_how_long_ago_each_slot_ran():
-    told = list(slots.table(16, [(3 * DAY_S, 16), (2 * DAY_S, 15), (DAY_S, 3)]))
+    told = list(slots.table(17, [(3 * DAY_S, 17), (2 * DAY_S, 16), (DAY_S, 3)]))
     assert told[1].startswith("-> slot 1") and told[1].endswith("now")
     assert told[0].endswith("1 landings ago, 1970-01-03")
-    assert told[3].endswith("13 landings ago, 1970-01-02")
+    assert told[3].endswith("14 landings ago, 1970-01-02")
     assert told[2].endswith("not yet")
