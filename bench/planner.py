@@ -32,7 +32,10 @@ GIB = 2**30
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A plan: rows are of each device at a time."""
+    """A plan: rows are of each device at a time.
+
+    Where the mesh has stages, `accumulation` is how many microbatches go through them.
+    """
 
     recipe: str
     target: str
@@ -43,6 +46,8 @@ class Case:
     chunks: int = 8
     accumulation: int = 1
     changed: str = ""
+    parts: int = 1
+    gather: str = "microbatch"
 
     @property
     def name(self) -> str:
@@ -51,6 +56,8 @@ class Case:
         words = [self.recipe, self.changed, self.target, mesh, self.preset, self.remat]
         words += [f"rows {self.rows}", f"chunks {self.chunks}"]
         words += [f"accumulation {self.accumulation}"] * (self.accumulation > 1)
+        words += [f"{self.parts} chunks of a stage"] * (self.parts > 1)
+        words += ["gathered once a step"] * (self.gather == "step")
         return ", ".join(filter(None, words))
 
 
@@ -92,29 +99,57 @@ CASES = (
     Case("gpt2_124m", NODE, {"fsdp": 8}, rows=16),
     Case("gpt2_124m", NODE, {"data": 8}, "qkv+attention+mlp", rows=16),
     Case("qwen3_0p6b", NODE, {"data": 8}, rows=2, chunks=16),
+    Case("llama3_8b", NODE, {"stage": 2, "fsdp": 4}, accumulation=8),
+    Case("llama3_8b", NODE, {"stage": 4, "fsdp": 2}, accumulation=16),
+    Case("llama3_8b", NODE, {"stage": 4, "fsdp": 2}, "attention", accumulation=16),
+    Case("llama3_8b", NODE, {"stage": 4, "fsdp": 2}, "mlp", accumulation=16),
+    Case("llama3_8b", NODE, {"stage": 8}, "qkv+attention", accumulation=16),
+    Case("llama3_8b", NODE, {"stage": 4, "fsdp": 2}, accumulation=16, parts=2),
+    Case("llama3_8b", NODE, {"stage": 4, "fsdp": 2}, accumulation=16, gather="step"),
+    Case("llama3_8b", NODE, {"stage": 2, "data": 4}, accumulation=8, preset="zero1"),
+    Case("llama3_8b", NODE, {"stage": 8}, accumulation=16),
+    Case("llama3_8b", NODE, {"stage": 2, "tensor": 4}, accumulation=8, preset=SPLIT, rows=2),
+    Case("llama3_8b", NODE, {"stage": 2, "fsdp": 2, "ring": 2}, accumulation=8),
+    Case("llama3_8b", EIGHT, {"stage": 8, "fsdp": 8}, accumulation=32, changed="70b"),
+    Case(
+        "llama3_8b",
+        EIGHT,
+        {"stage": 8, "tensor": 8},
+        "attention",
+        accumulation=32,
+        preset=SPLIT,
+        changed="70b",
+    ),
+    Case("llama3_8b", EIGHT, {"stage": 8, "fsdp": 8}, accumulation=16, changed="70b", parts=2),
+    Case("mixtral_8x7b", EIGHT, {"stage": 8, "fsdp": 8}, accumulation=16),
+    Case("gpt2_124m", NODE, {"stage": 2, "data": 4}, rows=16, accumulation=4),
 )
 
 
 def configured(case: Case) -> tuple[Any, Any]:
     """Run and target of a case."""
     from colossax.aot import parse_target
-    from colossax.config import BatchConfig, LossConfig, Segment, preset
+    from colossax.config import BatchConfig, LossConfig, PipelineConfig, Segment, preset
     from colossax.recipes import recipe
 
     config = recipe(case.recipe)
+    staged = "stage" in case.mesh
+    batch = (
+        BatchConfig(microbatch=case.rows) if staged else BatchConfig(accumulation=case.accumulation)
+    )
     plan = preset(
         case.preset,
         mesh=case.mesh,
         segments=(Segment(remat=case.remat),),
         precision=config.plan.precision,
         loss=LossConfig(vocab_chunks=case.chunks),
-        batch=BatchConfig(accumulation=case.accumulation),
+        batch=batch,
+        pipeline=PipelineConfig(chunks=case.parts, gather=case.gather),
     )
     ways = 1
     for axis in ("data", "fsdp", "expert"):
         ways *= case.mesh.get(axis, 1)
-    batch = case.rows * case.accumulation * ways
-    data = dataclasses.replace(config.data, global_batch=batch)
+    data = dataclasses.replace(config.data, global_batch=case.rows * case.accumulation * ways)
     model = dataclasses.replace(config.model, **(ON_70B if case.changed else {}))
     return config.replace(plan=plan, data=data, model=model), parse_target(case.target)
 

@@ -13,6 +13,7 @@ import numpy as np
 from colossax.planner.profiling import KeptArray, LayerKind, ModelProfile
 from colossax.planner.searching.parts import Parts
 from colossax.planner.searching.sends import Tokens
+from colossax.planner.searching.stages import ONE_STAGE, Stages
 from colossax.sharding.rules import TABLE_WIDTH
 from colossax.typing import ParamInfo
 
@@ -24,6 +25,9 @@ from layer to layer."""
 HEAD, LOGITS, STREAM_OF_LOSS = 1.5, 1.0, 6.0
 """Of what the loss works with: the head in float32 with its gradient, the logits of a chunk, and
 what goes into it."""
+
+MORE_HEAD = 1.1
+"""Of the head in float32, what stages that share the vocabulary have beside."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,13 +69,14 @@ class Stored:
     Attributes:
         states: See `Bytes`.
         layer_gradients: Of all layers.
-        gradients: Of all parameters.
+        gradients: Of all parameters, as they are added up.
         behind: Of matrices outside of layers, as they are reduced.
         gathered: The largest layer's weights as they are multiplied, those of experts weighted.
         head: Likewise of the largest matrix outside of layers, in float32.
         widest: Bytes of the most numbers that a layer makes of a token at once.
         stream: Of what goes from layer to layer, of a token.
         logits: Of a token, in float32.
+        layers: Numbers of all layers' weights as they are multiplied, in the compute dtype.
     """
 
     states: float
@@ -83,6 +88,7 @@ class Stored:
     widest: float
     stream: float
     logits: float
+    layers: float
 
 
 def stored(profile: ModelProfile, parts: Parts) -> Stored:
@@ -90,7 +96,8 @@ def stored(profile: ModelProfile, parts: Parts) -> Stored:
     precision = parts.bound.plan.precision
     compute = np.dtype(precision.compute).itemsize
     adds = np.dtype(precision.accumulation).itemsize
-    states = gradients = layers = head = behind = 0.0
+    once = parts.bound.plan.batch.reduce_once
+    states = gradients = layers = head = behind = whole = 0.0
     reduction = np.dtype(precision.reduction or precision.compute).itemsize
     for info, moment, learns in zip(profile.infos, profile.moments, profile.learns, strict=True):
         numbers = math.prod(info.shape)
@@ -98,11 +105,15 @@ def stored(profile: ModelProfile, parts: Parts) -> Stored:
         states += numbers * at_rest / _part(parts, "params", info)
         states += numbers * moment / _part(parts, "optimizer", info)
         own = learns * adds * numbers / _part(parts, "gradients", info)
-        gradients += own
+        # Summed once a step, they are whole until then on each of the devices that split tokens.
+        gradients += own * (parts.size(_split(parts, info)) if once else 1)
         layers += own * (info.total_layers is not None)
         if info.total_layers is None and len(info.shape) > 1 and info.dims[-1] != TABLE_WIDTH:
             head = max(head, 4 * numbers / parts.size(parts.whole(info.dims, info.shape)))
             behind += own * reduction / adds
+        if info.total_layers is not None:
+            split = parts.axes("weights", info.dims, info.shape)
+            whole += compute * numbers / parts.size(split)
     gathered = max((_gathered(profile, parts, kind) for kind in profile.kinds), default=0.0)
     return Stored(
         states=states,
@@ -114,6 +125,7 @@ def stored(profile: ModelProfile, parts: Parts) -> Stored:
         widest=compute * max((_widest(profile, kind) for kind in profile.kinds), default=0.0),
         stream=float(compute * profile.width),
         logits=4.0 * profile.vocab,
+        layers=whole,
     )
 
 
@@ -139,7 +151,14 @@ def kept_bytes(
 
 
 def bytes_of(
-    one: Stored, tensor: int, tokens: Tokens, kept: float, vocab_chunks: int, *, several: bool
+    one: Stored,
+    tensor: int,
+    tokens: Tokens,
+    kept: float,
+    vocab_chunks: int,
+    *,
+    several: bool,
+    stages: Stages = ONE_STAGE,
 ) -> Bytes:
     """Of a step, at whichever moment needs more: the loss, or the layers' backward pass.
 
@@ -152,11 +171,21 @@ def bytes_of(
         kept: Of all layers.
         vocab_chunks: Of the loss.
         several: Whether gradients of several microbatches are added up.
+        stages: Of the plan. Their backward passes add gradients up as they go, beside all that is
+            kept, and the loss stands in the same program.
     """
     stream = tokens.inside * one.stream
     layer = one.gathered + HIDDEN * tokens.inside * one.widest / tensor + STREAM * stream
-    logits = tokens.inside * one.logits / tensor / vocab_chunks
+    logits = tokens.inside * one.logits / tensor / stages.count / vocab_chunks
     loss = HEAD * one.head + LOGITS * logits + STREAM_OF_LOSS * stream
+    if stages.count > 1:
+        loss += MORE_HEAD * one.head
+        return Bytes(
+            states=one.states,
+            gradients=one.gradients,
+            kept=kept + stages.whole * one.layers,
+            working=max(layer, loss),
+        )
     sums = several * one.gradients
     layers = one.layer_gradients + one.behind
     backward = layers + layer >= loss
@@ -188,6 +217,11 @@ def _gathered(profile: ModelProfile, parts: Parts, kind: LayerKind) -> float:
         share = EXPERTS if "experts" in info.dims else GATHERED
         total += share * numbers / parts.size(parts.whole(info.dims, info.shape))
     return total
+
+
+def _split(parts: Parts, info: ParamInfo) -> list[str]:
+    """Axes over which a gradient is split that split tokens too."""
+    return [axis for axis in parts.axes("gradients", info.dims, info.shape) if axis in parts.split]
 
 
 def _part(parts: Parts, role: str, info: ParamInfo) -> int:

@@ -3,14 +3,16 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
 
 from colossax.aot import Target
-from colossax.config import MeshAxis, Plan, preset
+from colossax.config import BatchConfig, MeshAxis, PipelineConfig, Plan, preset
 from colossax.config.rules import Rules
 from colossax.planner.profiling import ModelProfile
 
 AXES = (
+    MeshAxis.STAGE,
     MeshAxis.DATA,
     MeshAxis.FSDP,
     MeshAxis.EXPERT,
@@ -31,6 +33,7 @@ class Limits:
         heads: Of attention; 0 where parameters have no dim of that name.
         travels: Whether keys and values are known that would travel among parts of a sequence.
         experts: Of a mixture; 0 without one.
+        layers: That stages may share; 0 where layers are of several kinds.
     """
 
     rows: int
@@ -38,6 +41,7 @@ class Limits:
     heads: int
     travels: bool
     experts: int
+    layers: int
 
 
 def limits_of(profile: ModelProfile) -> Limits:
@@ -49,12 +53,14 @@ def limits_of(profile: ModelProfile) -> Limits:
     experts = [
         info.shape[info.dims.index("experts")] for info in profile.infos if "experts" in info.dims
     ]
+    alike = profile.kinds if len(profile.kinds) == 1 and profile.kinds[0].group == 1 else ()
     return Limits(
         rows=profile.rows,
         tokens=functools.reduce(math.gcd, (kind.tokens for kind in profile.kinds), profile.tokens),
         heads=functools.reduce(math.gcd, heads, 0),
         travels=bool(named) and all([len(shape) for shape in each] == [4] * 3 for each in named),
         experts=functools.reduce(math.gcd, experts, 0),
+        layers=sum(kind.calls for kind in alike),
     )
 
 
@@ -81,6 +87,9 @@ def _allowed(
         return False
     if limits.rows % (mesh[MeshAxis.DATA] * mesh[MeshAxis.FSDP] * expert):
         return False
+    stages = mesh[MeshAxis.STAGE]
+    if stages > 1 and (not limits.layers or limits.layers % stages):
+        return False
     if expert > 1 and (not limits.experts or limits.experts % expert):
         return False
     if ring * ulysses > 1 and not limits.travels:
@@ -105,24 +114,71 @@ def _factors(number: int, count: int) -> tuple[tuple[int, ...], ...]:
     )
 
 
-def ruled(plan: Plan, mesh: Mapping[str, int], tokens: int) -> Iterator[tuple[str, Plan]]:
-    """The plan on a mesh, by each preset that makes a difference there, with the preset's name.
+CHUNKS = (1, 2, 4)
+"""Of a stage, that are tried: more have shorter bubbles, more that waits and more messages."""
+
+
+class Way(NamedTuple):
+    """One way to have a mesh.
+
+    Attributes:
+        words: For people.
+        rules: A preset's.
+        stored: Whether those split parameters at rest.
+        chunks: Of each stage.
+        whole: Whether layers' weights are gathered once a step.
+        once: Whether gradients are summed once a step.
+        plan: Makes the plan.
+    """
+
+    words: str
+    rules: Rules
+    stored: bool
+    chunks: int
+    whole: bool
+    once: bool
+    plan: Callable[[], Plan]
+
+
+def ruled(plan: Plan, mesh: Mapping[str, int], limits: Limits) -> Iterator[Way]:
+    """Each way to have a mesh.
 
     Where `tensor` divides the tokens, the sequence is split over it between blocks: the same bytes
-    are sent, and less is kept.
+    are sent, and less is kept. Under stages weights may be gathered, and gradients summed, for each
+    microbatch or once a step.
     """
     along = mesh[MeshAxis.TENSOR] * mesh[MeshAxis.RING] * mesh[MeshAxis.ULYSSES]
     tensor = "+megatron" if mesh[MeshAxis.TENSOR] > 1 else ""
-    if tensor and tokens % along == 0:
+    if tensor and limits.tokens % along == 0:
         tensor = "+megatron_sp"
-    for name in ("zero3", *(["zero2"] if mesh[MeshAxis.FSDP] > 1 else [])):
-        rules = rules_of(name + tensor)
-        yield (
-            name + tensor,
-            plan.replace(
-                mesh={axis: n for axis, n in mesh.items() if n > 1} or {"data": 1}, rules=rules
-            ),
-        )
+    sizes = {axis: n for axis, n in mesh.items() if n > 1} or {"data": 1}
+    stages, split = mesh[MeshAxis.STAGE], mesh[MeshAxis.FSDP] > 1
+    if stages == 1:
+        for name in ("zero3", "zero2") if split else ("zero3",):
+            rules = rules_of(name + tensor)
+            make = functools.partial(plan.replace, mesh=sizes, rules=rules)
+            yield Way(name + tensor, rules, name == "zero3", 1, False, False, make)
+        return
+    summed = split or mesh[MeshAxis.DATA] > 1
+    ways = [("zero3", "microbatch", False)]
+    ways += [("zero3", "step", False)] * split + [("zero1", "microbatch", True)] * summed
+    for chunks in CHUNKS:
+        if limits.layers % (stages * chunks):
+            continue
+        for name, gather, once in ways:
+            rules = rules_of(name + tensor)
+            words = [name + tensor]
+            words += [f"{chunks} chunks"] * (chunks > 1) + ["gathered once"] * (gather == "step")
+            make = functools.partial(_staged, plan, sizes, rules, chunks, gather, once=once)
+            yield Way(" ".join(words), rules, name == "zero3", chunks, gather == "step", once, make)
+
+
+def _staged(
+    plan: Plan, mesh: Mapping[str, int], rules: Rules, chunks: int, gather: str, *, once: bool
+) -> Plan:
+    pipeline = PipelineConfig(chunks=chunks, gather=gather)
+    batch = BatchConfig(reduce_once=once)
+    return plan.replace(mesh=mesh, rules=rules, pipeline=pipeline, batch=batch)
 
 
 @functools.cache

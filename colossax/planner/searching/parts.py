@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType
 
-from colossax.config import MESH_AXES, BoundPlan, Plan, Rules
+from colossax.config import MESH_AXES, BoundPlan, MeshAxis, Plan, Rules
 from colossax.sharding import resolve
 from colossax.sharding.rules import (
     TABLE_WIDTH,
@@ -62,6 +62,18 @@ class Parts:
             self._known[key] = self._split(*key)
         return self._known[key]
 
+    def own(self, role: str, dims: Dims, shape: Sequence[int]) -> tuple[str, ...]:
+        """Axes over which one layer of a stack is split, or what is of no layer: not those that
+        give layers to stages.
+
+        Raises:
+            PlanError: See `axes`.
+        """
+        axes = self.axes(role, dims, shape)
+        if "layers" not in dims:
+            return axes
+        return tuple(axis for axis in axes if axis != MeshAxis.STAGE)
+
     def whole(self, dims: Dims, shape: Sequence[int]) -> tuple[str, ...]:
         """Axes over which a parameter is split where it is multiplied; of experts each device has
         its own.
@@ -69,7 +81,7 @@ class Parts:
         Raises:
             PlanError: See `axes`.
         """
-        found = self.axes("weights", dims, shape)
+        found = self.own("weights", dims, shape)
         return found + tuple(axis for axis in self.group(dims, shape) if axis not in found)
 
     def group(self, dims: Dims, shape: Sequence[int]) -> tuple[str, ...]:

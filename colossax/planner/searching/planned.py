@@ -5,7 +5,7 @@ import os
 from typing import Any
 
 from colossax.aot import Target, target_devices
-from colossax.config import OffloadConfig, Plan, to_json
+from colossax.config import MeshAxis, OffloadConfig, Plan, to_json
 from colossax.errors import PlanError
 from colossax.planner.counting.compiled import check_cudnn, check_shapes
 from colossax.planner.counting.islands import check_one_island
@@ -29,6 +29,9 @@ from colossax.planner.searching.verifying import (
 )
 
 _GIB = 2**30
+_TRIED = 6
+"""Candidates for each plan that is to be named, of which those that fit are named."""
+
 _NEAR = 1.1
 """Times the budget that the smallest may take by formula, and is compiled all the same."""
 
@@ -142,10 +145,10 @@ def plan_run(
         check_cudnn(plan, target)
     profile = profile_task(subject.task, plan, target)
     asked.check(profile)
-    found = search(profile, plan, target, room=room, asked=asked)
+    found = search(profile, plan, target, room=room, asked=asked, count=_TRIED * top)
     tell(
-        f"{found.scored} ways to run on {target.size} x {target.gpu.name} scored,"
-        f" {len(found.candidates)} meshes fit"
+        f"{found.scored} ways to run on {target.size} x {target.gpu.name} scored; of those that"
+        f" might be fastest {len(found.candidates)} fit"
     )
     if not verify:
         if not found.candidates:
@@ -161,10 +164,12 @@ def plan_run(
     least = found.smallest
     if not waiting and least is not None and least.predicted.bytes.total < _NEAR * room:
         waiting = [least]  # formulas err: what is near the budget is compiled before it is refused
-    while waiting and len(proving.proved) < top and proving.tried < 6 * top:
+    while waiting and len(proving.proved) < top and proving.tried < _TRIED * top:
         count = top - len(proving.proved)
         proving.take(waiting[:count])
         waiting = waiting[count:]
+        if proving.unstaged:
+            waiting = [one for one in waiting if one.plan.mesh.get(MeshAxis.STAGE, 1) == 1]
     if not proving.proved:
         raise PlanError(_nothing(found, room, target, proving))
     plans = sorted(proving.proved, key=lambda one: one.seconds.total)
@@ -202,6 +207,7 @@ class _Proving:
         self._room, self._workers, self._tell = room, workers, tell
         self.proved: list[Planned] = []
         self.compiled = self.tried = 0
+        self.unstaged = False
         self.refusal = ""
 
     def take(self, candidates: list[Candidate]) -> None:
@@ -211,6 +217,8 @@ class _Proving:
         for one, found in zip(candidates, first, strict=True):
             if "refused" in found:
                 self._tell(f"{one.label}: refused, {found['refused']}")
+                # What is wrong with a model's layers, or its loss, is so on any number of stages.
+                self.unstaged |= one.plan.mesh.get(MeshAxis.STAGE, 1) > 1
                 continue
             planned = self._planned(one, found)
             changed = self._again(one, found)

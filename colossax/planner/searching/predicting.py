@@ -10,16 +10,24 @@ from colossax.planner.counting.flops import peak_flops
 from colossax.planner.profiling import LayerKind, ModelProfile
 from colossax.planner.searching.memory import Bytes, Stored, bytes_of, kept_bytes, stored
 from colossax.planner.searching.parts import Choices, Parts, abstract
-from colossax.planner.searching.seconds import MATMULS, PAIRS, Seconds, collectives_seconds
+from colossax.planner.searching.seconds import (
+    MATMULS,
+    PAIRS,
+    Seconds,
+    collectives_seconds,
+    link_along,
+)
 from colossax.planner.searching.sends import (
     Sent,
     Tokens,
     layer_sent,
     states_sent,
+    times,
     tokens_sent,
     weights_sent,
     widths,
 )
+from colossax.planner.searching.stages import Stages, stages_sent
 from colossax.sharding import activation_axes, batch_axes, seq_axes
 
 
@@ -74,11 +82,12 @@ class OnMesh:
         if profile.tokens % along:
             raise PlanError(f"{profile.tokens} tokens cannot be shared by {along} devices")
         self.stored: Stored = stored(profile, self.parts)
+        self.stages = Stages.of(plan, self.parts)
         self._along = along
         self._tensor = self.parts.size((MeshAxis.TENSOR.value,))
         self._splits = MeshAxis.TENSOR.value in activation_axes(bound, "seq:residual")
-        self._by_microbatch = weights_sent(profile, self.parts)
-        self._by_step = states_sent(profile, self.parts)
+        self._weights = weights_sent(profile, self.parts)
+        self._states = states_sent(profile, self.parts)
         self._peak = peak_of(target, bound.plan)
         self._widths = [widths(profile, self.parts, kind) for kind in profile.kinds]
         self._flops = [self._of_maps(kind) for kind in profile.kinds]
@@ -124,53 +133,115 @@ class OnMesh:
             self._waited[key] = waited / one_row.inside
         return self.compute(number, names, tokens) + self._waited[key] * tokens.inside
 
+    def policies(self) -> list[frozenset[str]]:
+        """Names that layers might keep, of which all kinds of layers know."""
+        each = [set(kind.traced.again) for kind in self.profile.kinds]
+        return sorted(set.intersection(*each), key=sorted) if each else []
+
+    def least_sent(self) -> tuple[float, float]:
+        """Of all layers, for a token of a device, under whichever policy has fewest: seconds that
+        are waited for at the links' rates, and bytes that travel beside compute."""
+        one_row, profile = self.tokens(1), self.profile
+        common = self.policies()
+        waited, beside = [], []
+        for names in common:
+            sent = [
+                (one, kind.calls / one_row.inside)
+                for kind, wide in zip(profile.kinds, self._widths, strict=True)
+                for one in layer_sent(profile, self.parts, kind, wide, one_row, names)
+            ]
+            seconds = [
+                count * one.bytes / link_along(self.target, self.parts, one.axes).bytes_per_s
+                for one, count in sent
+                if not one.hidden
+            ]
+            waited.append(sum(seconds, 0.0))
+            beside.append(sum((count * one.bytes for one, count in sent if one.hidden), 0.0))
+        return min(waited, default=0.0), min(beside, default=0.0)
+
     def ends(self, tokens: Tokens) -> float:
         """Seconds of what stands beside the layers."""
+        shared = self._tensor * (self.stages.count if self.profile.vocab else 1)
         flops = (
             self.profile.ends_passes
             * self.profile.ends_flops
-            / self._tensor
+            / shared
             * tokens.inside
             / self.profile.tokens
         )
         return flops / (MATMULS * self._peak)
 
     def bytes(self, rows: int, kept: float, vocab_chunks: int) -> Bytes:
-        """Of a device, with what layers keep."""
-        tokens, several = self.tokens(rows), rows < self.rows
-        return bytes_of(self.stored, self._tensor, tokens, kept, vocab_chunks, several=several)
+        """Of a device, with what a chunk's layers keep of a microbatch."""
+        tokens, microbatches = self.tokens(rows), self.rows // rows
+        return bytes_of(
+            self.stored,
+            self._tensor,
+            tokens,
+            self.stages.slots(microbatches) * kept,
+            vocab_chunks,
+            several=microbatches > 1,
+            stages=self.stages,
+        )
 
     def predicted(self, rows: int, policies: Policies, vocab_chunks: int) -> Prediction:
-        """Of microbatches of so many rows, with layers of each kind under these policies."""
+        """Of microbatches of so many rows, with layers of each kind under these policies: those of
+        one chunk where there are stages."""
         tokens, microbatches = self.tokens(rows), self.rows // rows
+        runs = self.stages.runs(microbatches) / microbatches
         kept = compute = 0.0
-        for number, runs in enumerate(policies):
-            for count, names in runs:
+        for number, each in enumerate(policies):
+            for count, names in each:
                 kept += count * self.kept(number, names, tokens)
                 compute += count * self.compute(number, names, tokens)
+        layers, ends = tokens_sent(self.profile, self.parts, self._widths, tokens, policies)
+        gathered, once = self._weights_sent(microbatches)
         sent = (
-            *self._by_microbatch,
-            *tokens_sent(self.profile, self.parts, self._widths, tokens, policies),
+            *times(layers, runs),
+            *ends,
+            *gathered,
+            *stages_sent(self.profile, self.parts, self.stages, tokens, microbatches),
         )
         found = collectives_seconds(self.target, self.parts, sent)
-        once = collectives_seconds(self.target, self.parts, self._by_step)
-        waited, beside = (microbatches * each + one for each, one in zip(found, once, strict=True))
+        in_the_end = collectives_seconds(self.target, self.parts, once)
+        waited, beside = (
+            microbatches * each + one for each, one in zip(found, in_the_end, strict=True)
+        )
+        compute = runs * compute + self.ends(tokens)
         return Prediction(
             bytes=self.bytes(rows, kept, vocab_chunks),
-            seconds=Seconds(
-                compute=microbatches * (compute + self.ends(tokens)), waited=waited, beside=beside
-            ),
+            seconds=Seconds(compute=microbatches * compute, waited=waited, beside=beside),
             sent=sent,
-            sent_once=self._by_step,
+            sent_once=once,
             microbatches=microbatches,
         )
+
+    def _weights_sent(self, microbatches: int) -> tuple[list[Sent], tuple[Sent, ...]]:
+        """Of weights and gradients: what each microbatch sends on average, and a step beside."""
+        weights, stages = self._weights, self.stages
+        by_microbatch, once = list(weights.outside), list(self._states)
+        turns = stages.turns(microbatches) / stages.count
+        own = times(weights.gathered, turns)
+        if not stages.whole:
+            by_microbatch += own
+        elif stages.once:
+            once += times(weights.gathered, 0.5 / stages.count) + by_microbatch
+            by_microbatch = []
+        else:
+            once += times(weights.gathered, 0.5 / stages.count)
+        if stages.once and microbatches > 1:
+            sums = times(weights.summed, 1 / stages.count) + list(weights.outside_summed)
+            once += [one._replace(hidden=False) for one in sums]  # there is nothing beside
+        else:
+            by_microbatch += times(weights.summed, turns) + list(weights.outside_summed)
+        return by_microbatch, tuple(once)
 
     def _of_maps(self, kind: LayerKind) -> tuple[float, list[float]]:
         """A device's FLOPs of a call's maps, forward and backward, and forward alone of each."""
         flops, total = [], 0.0
         for one in kind.traced.maps:
             info = self.profile.infos[kind.leaves[one.leaf]]
-            axes = self.parts.axes("weights", info.dims, info.shape)
+            axes = self.parts.own("weights", info.dims, info.shape)
             # Devices that hold the same tokens share it.
             part = self.parts.size([axis for axis in axes if axis not in self.parts.split])
             flops.append(one.flops / part)
@@ -197,6 +268,24 @@ def peak_of(target: Target, plan: Plan) -> float:
     return peak
 
 
+def least_seconds(profile: ModelProfile, plan: Plan, target: Target) -> tuple[float, float]:
+    """Of a step, whatever the mesh is: layers' matmuls forward and backward, and what stands beside
+    them, shared by all devices.
+
+    Raises:
+        PlanError: See `peak_of`.
+    """
+    rows = profile.rows / target.size / peak_of(target, plan)
+    maps = sum(
+        kind.calls * (2 + profile.learns[kind.leaves[one.leaf]]) * one.flops
+        for kind in profile.kinds
+        for one in kind.traced.maps
+    )
+    ends = profile.ends_passes * profile.ends_flops
+    layers = maps / MATMULS + 3.5 * profile.pair_flops / PAIRS
+    return float(rows * layers), float(rows * ends / MATMULS)
+
+
 def predict(profile: ModelProfile, plan: Plan, target: Target) -> Prediction:
     """Of a plan as it is.
 
@@ -206,7 +295,10 @@ def predict(profile: ModelProfile, plan: Plan, target: Target) -> Prediction:
     mesh = OnMesh(profile, plan, target)
     batch = plan.batch
     rows = batch.microbatch or mesh.rows // batch.accumulation
-    calls = [kind.calls for kind in profile.kinds]
+    if mesh.stages.count > 1 and batch.microbatch is None:
+        wanted = plan.pipeline.microbatches or 4 * mesh.stages.count
+        rows = max(1, rows // wanted)
+    calls = [kind.calls // mesh.stages.share for kind in profile.kinds]
     policies = [[(count, names_of(plan))] for count in calls]
     if len(calls) == 1 and len(plan.segments) > 1:
         given = [(one.count, names_of(plan, at)) for at, one in enumerate(plan.segments)]

@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from colossax.aot import Target
 from colossax.config import (
     SAVEABLE,
-    BatchConfig,
     LossConfig,
+    MeshAxis,
     Plan,
     Segment,
 )
 from colossax.errors import PlanError
-from colossax.planner.profiling import ModelProfile, bare
+from colossax.planner.profiling import ModelProfile
 from colossax.planner.searching.asked import NOTHING_ASKED, Asked
-from colossax.planner.searching.meshes import limits_of, meshes, ruled
+from colossax.planner.searching.bounds import Bounds, Fastest, divisors
 from colossax.planner.searching.parts import Choices
 from colossax.planner.searching.policies import Policy, fastest_mix
 from colossax.planner.searching.predicting import OnMesh, Policies, Prediction, peak_of
@@ -63,8 +63,9 @@ class Found:
     """What a search came to.
 
     Attributes:
-        candidates: The fastest of each mesh and preset that fits, the fastest first.
-        smallest: Of what does not fit, that which needs least; None where all do.
+        candidates: The fastest of each mesh and way to have it that fits, the fastest first.
+        smallest: Of what does not fit, that which needs least; None where all do. Of all meshes
+            where there is no candidate.
         scored: Plans that were scored.
     """
 
@@ -81,8 +82,12 @@ def search(
     room: float,
     asked: Asked = NOTHING_ASKED,
     margin: float = 0.98,
+    count: int = 18,
 ) -> Found:
-    """Every layout of a model, by formula.
+    """The fastest layouts of a model, by formula.
+
+    Ways to run are taken by the least seconds that they might need, until so many are known that no
+    other can be among them.
 
     Args:
         profile: The model.
@@ -91,6 +96,7 @@ def search(
         room: Bytes of a device.
         asked: What is given or ruled out.
         margin: Share of `room` that formulas may fill, as they err.
+        count: How many of the fastest are surely among the candidates.
 
     Raises:
         PlanError: No mesh that was asked for divides the model and its batch; how fast the GPUs
@@ -100,27 +106,35 @@ def search(
     room *= margin
     found: list[Candidate] = []
     smallest: Candidate | None = None
-    scored, choices, divided = 0, dict[str, Choices](), False
-    limits = limits_of(profile)
-    for mesh in meshes(target, limits, asked.pinned):
-        for name, ruled_plan in ruled(bare(plan), mesh, limits.tokens):
-            if name not in choices:
-                choices[name] = Choices(ruled_plan.effective_rules)
-            try:
-                on_mesh = OnMesh(profile, ruled_plan, target, choices[name])
-            except PlanError:
-                continue
-            divided = True
-            if not asked.held(profile.infos, on_mesh.parts):
-                continue
-            label = " ".join([*(f"{axis}={n}" for axis, n in mesh.items() if n > 1), name])
-            best, least, count = _best(on_mesh, plan.loss.vocab_chunks, room)
-            scored += count
-            one = _candidate(label, ruled_plan, on_mesh, least if best is None else best)
-            if best is not None:
-                found.append(one)
-            elif smallest is None or least.bytes < smallest.predicted.bytes.total:
-                smallest = one
+    scored, choices, divided = 0, dict[int, Choices](), False
+    bounds = Bounds(profile, plan, target)
+    fastest = Fastest(count)
+    for at_least, mesh, way in bounds.ordered(asked.pinned):
+        if at_least > fastest.slowest:
+            break
+        # More is known of some meshes by now.
+        if bounds.of(mesh, way) > fastest.slowest:
+            continue
+        ruled_plan = way.plan()
+        if id(way.rules) not in choices:
+            choices[id(way.rules)] = Choices(ruled_plan.effective_rules)
+        try:
+            on_mesh = OnMesh(profile, ruled_plan, target, choices[id(way.rules)])
+        except PlanError:
+            continue
+        divided = True
+        if not asked.held(profile.infos, on_mesh.parts):
+            continue
+        bounds.learn(mesh, on_mesh)
+        label = " ".join([*(f"{axis}={n}" for axis, n in mesh.items() if n > 1), way.words])
+        best, least, number = _best(on_mesh, plan.loss.vocab_chunks, room)
+        scored += number
+        one = _candidate(label, ruled_plan, on_mesh, least if best is None else best)
+        if best is not None:
+            found.append(one)
+            fastest.add(best.seconds)
+        elif smallest is None or least.bytes < smallest.predicted.bytes.total:
+            smallest = one
     if not scored:
         raise PlanError(_no_mesh(profile, target, asked, divided=divided))
     ordered = sorted(found, key=lambda one: one.predicted.seconds.total)
@@ -162,7 +176,7 @@ def _best(mesh: OnMesh, chunks: int, room: float) -> tuple[_Scored | None, _Scor
     """The fastest that fits on one mesh, that which needs least, and how many were scored."""
     best = least = None
     scored = 0
-    every, policies = _divisors(mesh.rows), _policies(mesh)
+    every, policies = divisors(mesh.rows), _policies(mesh)
     for rows in every:
         fitting = False
         for pieces in sorted({chunks, *_CHUNKS}):
@@ -193,7 +207,7 @@ def _scored(
     mesh: OnMesh, policies: Sequence[Policy], rows: int, chunks: int, room: float
 ) -> _Scored:
     left = room - mesh.bytes(rows, 0.0, chunks).total
-    mix = _mix(mesh, policies, left / rows)
+    mix = _mix(mesh, policies, left / rows / mesh.stages.slots(mesh.rows // rows))
     ideal = min((one.seconds for one in policies), default=0.0)
     ideal_names = {one.names for one in policies if one.seconds <= ideal}
     predicted = mesh.predicted(rows, mix, chunks)
@@ -208,26 +222,27 @@ def _scored(
 
 
 def _policies(mesh: OnMesh) -> list[Policy]:
-    """Each that all kinds of layers know, with what all layers take and keep of a row under it."""
+    """Each that all kinds of layers know, with what they take and keep of a row under it: all
+    layers, or those of one chunk of a stage."""
+    share = mesh.stages.share
     kinds, tokens = mesh.profile.kinds, mesh.tokens(1)
-    common = set.intersection(*(set(kind.traced.again) for kind in kinds)) if kinds else set()
     each = list(enumerate(kinds))
     return [
         Policy(
             names=one,
-            seconds=sum(k.calls * mesh.layer_seconds(at, one, tokens) for at, k in each),
-            bytes=sum(k.calls * mesh.kept(at, one, tokens) for at, k in each),
+            seconds=sum(k.calls * mesh.layer_seconds(at, one, tokens) for at, k in each) / share,
+            bytes=sum(k.calls * mesh.kept(at, one, tokens) for at, k in each) / share,
         )
-        for one in sorted(common, key=sorted)
+        for one in mesh.policies()
     ]
 
 
 def _mix(mesh: OnMesh, policies: Sequence[Policy], left: float) -> Policies:
     """What layers keep with so many bytes for a row; where nothing fits, their inputs alone."""
-    kinds = mesh.profile.kinds
-    full = [[(kind.calls, frozenset[str]())] for kind in kinds]
+    kinds, share = mesh.profile.kinds, mesh.stages.share
+    full = [[(kind.calls // share, frozenset[str]())] for kind in kinds]
     if len(kinds) == 1 and kinds[0].group == 1:
-        layers = kinds[0].calls
+        layers = kinds[0].calls // share
         each = [
             dataclasses.replace(one, seconds=one.seconds / layers, bytes=one.bytes / layers)
             for one in policies
@@ -251,7 +266,7 @@ def _with(plan: Plan, one: _Scored) -> Plan:
         runs = [(-1, one.mix[0][0][1])]
     segments = tuple(Segment(count=count, remat=_remat(names)) for count, names in runs)
     return plan.replace(
-        batch=BatchConfig(microbatch=one.rows),
+        batch=dataclasses.replace(plan.batch, accumulation=1, microbatch=one.rows),
         segments=segments or (Segment(),),
         loss=LossConfig(vocab_chunks=one.chunks),
     )
@@ -261,16 +276,13 @@ def _remat(names: frozenset[str]) -> str:
     return "+".join(name for name in SAVEABLE if name in names) or "full"
 
 
-def _divisors(number: int) -> Sequence[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
-
-
 def told(one: Candidate) -> str:
     """Microbatches and policies of a plan, for people."""
     plan, count = one.plan, one.predicted.microbatches
-    rows = plan.batch.microbatch
+    rows, staged = plan.batch.microbatch, plan.mesh.get(MeshAxis.STAGE, 1) > 1
+    every = " of each stage" + " chunk" * (plan.pipeline.chunks > 1) if staged else ""
     layers = [
-        f"{'all' if part.count == -1 else part.count} layers"
+        f"{'all layers' if part.count == -1 else f'{part.count} layers{every}'}"
         + {"full": " recompute all", "none": " keep all"}.get(part.remat, f" keep {part.remat}")
         for part in plan.segments
     ]

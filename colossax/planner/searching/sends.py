@@ -8,6 +8,7 @@ bench/planner.py count the same in compiled programs.
 import dataclasses
 import math
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,8 +20,7 @@ from colossax.sharding.rules import TABLE_WIDTH
 from colossax.typing import ParamInfo
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Sent:
+class Sent(NamedTuple):
     """Collectives of one kind along the same axes.
 
     Attributes:
@@ -56,12 +56,32 @@ Widths = tuple[float, list[tuple[int, float]]]
 """See `widths`."""
 
 
-def weights_sent(profile: ModelProfile, parts: Parts) -> tuple[Sent, ...]:
-    """Gathers of weights and sums of their gradients, in a microbatch."""
-    found: list[Sent] = []
+class WeightsSent(NamedTuple):
+    """Collectives of weights, and of their gradients.
+
+    Attributes:
+        gathered: Of all layers, forward and backward.
+        summed: Gradients of those.
+        outside: Weights of what is no layer.
+        outside_summed: Gradients of those.
+    """
+
+    gathered: tuple[Sent, ...]
+    summed: tuple[Sent, ...]
+    outside: tuple[Sent, ...]
+    outside_summed: tuple[Sent, ...]
+
+
+def weights_sent(profile: ModelProfile, parts: Parts) -> WeightsSent:
+    """Gathers of weights and sums of their gradients, of a microbatch that all layers see."""
+    gathered: list[Sent] = []
+    summed: list[Sent] = []
     for kind in profile.kinds:
-        found += _times(_weights(profile, parts, kind.leaves, passes=2), kind.calls)
-    return _joined(found + _weights(profile, parts, profile.outside, passes=1))
+        weights, gradients = _weights(profile, parts, kind.leaves, passes=2)
+        gathered += times(weights, kind.calls)
+        summed += times(gradients, kind.calls)
+    ends, their_gradients = _weights(profile, parts, profile.outside, passes=1)
+    return WeightsSent(*map(joined, (gathered, summed, ends, their_gradients)))
 
 
 def states_sent(profile: ModelProfile, parts: Parts) -> tuple[Sent, ...]:
@@ -75,7 +95,7 @@ def states_sent(profile: ModelProfile, parts: Parts) -> tuple[Sent, ...]:
             at_rest = info.at_rest(parts.bound.plan.precision.params).itemsize
             size = math.prod(info.shape) / parts.size(stored) * at_rest
             found.append(_sent("all-gather", axes, (n - 1) / n * size, 1, False))
-    return _joined(found)
+    return joined(found)
 
 
 def tokens_sent(
@@ -84,8 +104,8 @@ def tokens_sent(
     split: Sequence[Widths],
     tokens: Tokens,
     kept: Sequence[Sequence[tuple[int, frozenset[str]]]],
-) -> tuple[Sent, ...]:
-    """What a device sends for its tokens, in a microbatch.
+) -> tuple[tuple[Sent, ...], tuple[Sent, ...]]:
+    """What a device sends for its tokens in a microbatch: in layers, and beside them.
 
     Args:
         profile: The model.
@@ -97,8 +117,8 @@ def tokens_sent(
     found: list[Sent] = []
     for kind, runs, wide in zip(profile.kinds, kept, split, strict=True):
         for count, names in runs:
-            found += _times(layer_sent(profile, parts, kind, wide, tokens, names), count)
-    return _joined(found + _ends(profile, parts, tokens))
+            found += times(layer_sent(profile, parts, kind, wide, tokens, names), count)
+    return joined(found), joined(_ends(profile, parts, tokens))
 
 
 def layer_sent(
@@ -119,17 +139,24 @@ def layer_sent(
     ]
 
 
-def _weights(profile: ModelProfile, parts: Parts, leaves: Iterable[int], passes: int) -> list[Sent]:
+def _weights(
+    profile: ModelProfile, parts: Parts, leaves: Iterable[int], passes: int
+) -> tuple[list[Sent], list[Sent]]:
     """Gathers of weights for each pass, and sums of the gradients of those that learn."""
-    plan, found = parts.bound.plan, []
+    plan = parts.bound.plan
+    found: list[Sent] = []
+    sums: list[Sent] = []
     compute = np.dtype(plan.precision.compute).itemsize
     reduction = np.dtype(plan.precision.reduction or plan.precision.compute).itemsize
+    once = plan.batch.reduce_once
+    if once:
+        reduction = np.dtype(plan.precision.accumulation).itemsize
     for leaf in leaves:
         info, learns = profile.infos[leaf], profile.learns[leaf]
         shape, dims = info.shape, info.dims
         whole = parts.whole(dims, shape)
-        stored = parts.axes("params", dims, shape)
-        summed = parts.axes("gradients", dims, shape)
+        stored = parts.own("params", dims, shape)
+        summed = parts.own("gradients", dims, shape)
         numbers = math.prod(shape) / _layers(info) / parts.size(whole)
         gathered = tuple(axis for axis in stored if axis not in whole)
         scattered = tuple(axis for axis in summed if axis not in whole)
@@ -146,14 +173,14 @@ def _weights(profile: ModelProfile, parts: Parts, leaves: Iterable[int], passes:
             continue
         if n := parts.size(scattered) - 1:
             wide = reduction if matrix else 4
-            found.append(_sent("reduce-scatter", scattered, n / (n + 1) * numbers * wide, 1, True))
+            sums.append(_sent("reduce-scatter", scattered, n / (n + 1) * numbers * wide, 1, True))
         if n := parts.size(others) - 1:
             # Of a table that is the head too there are two gradients.
-            times = 2 if looked_up and info.dims[-1] != TABLE_WIDTH else 1
-            held = times * numbers / parts.size(summed)
+            count = 2 if looked_up and info.dims[-1] != TABLE_WIDTH else 1
+            held = count * numbers / parts.size(summed)
             sent = 2 * n / (n + 1) * held * reduction
-            found.append(_sent("all-reduce", others, sent, times, True))
-    return found
+            sums.append(_sent("all-reduce", others, sent, count, True))
+    return found, sums
 
 
 def _activations(
@@ -318,19 +345,22 @@ def _sent(kind: str, axes: Sequence[str], size: float, times: int, hidden: bool)
     return Sent(kind=kind, axes=tuple(axes), bytes=float(size), times=float(times), hidden=hidden)
 
 
-def _times(found: Iterable[Sent], count: int) -> list[Sent]:
+def times(found: Iterable[Sent], count: int | float) -> list[Sent]:
+    """So often."""
     return [
-        dataclasses.replace(one, bytes=one.bytes * count, times=one.times * count) for one in found
+        Sent(kind, axes, size * count, number * count, hidden)
+        for kind, axes, size, number, hidden in found
     ]
 
 
-def _joined(found: Iterable[Sent]) -> tuple[Sent, ...]:
+def joined(found: Iterable[Sent]) -> tuple[Sent, ...]:
+    """One of each kind along the same axes."""
     sums: dict[tuple, list[float]] = {}
     for one in found:
         total = sums.setdefault((one.kind, one.axes, one.hidden), [0.0, 0.0])
         total[0] += one.bytes
         total[1] += one.times
     return tuple(
-        Sent(kind=kind, axes=axes, hidden=hidden, bytes=size, times=times)
-        for (kind, axes, hidden), (size, times) in sums.items()
+        Sent(kind, axes, size, number, hidden)
+        for (kind, axes, hidden), (size, number) in sums.items()
     )

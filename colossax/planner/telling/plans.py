@@ -70,6 +70,7 @@ def words(one: Planned) -> str:
 
 def _mesh_words(plan: Plan) -> str:
     names: Mapping[str, str] = {
+        MeshAxis.STAGE: "{} stages",
         MeshAxis.DATA: "data over {}",
         MeshAxis.FSDP: "fsdp over {}",
         MeshAxis.EXPERT: "experts over {}",

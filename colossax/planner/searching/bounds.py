@@ -1,0 +1,143 @@
+"""Seconds that a way to run needs at least, so that few of many have to be scored.
+
+What no plan does without: matmuls forward and backward on all devices, nothing recomputed, as often
+as stages run them with one row of each device at a time; weights of layers gathered and their
+gradients summed so often, those of experts left out; what stages hand on; and of matmuls that are
+split, messages that are waited for, as they were found on a mesh that splits them likewise.
+"""
+
+import functools
+import heapq
+import math
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+
+from colossax.aot import Target
+from colossax.config import MeshAxis, Plan
+from colossax.planner.profiling import ModelProfile, bare
+from colossax.planner.searching.meshes import AXES, Way, limits_of, meshes, ruled
+from colossax.planner.searching.predicting import OnMesh, least_seconds
+from colossax.planner.searching.seconds import Seconds
+from colossax.planner.searching.stages import Stages
+
+_TOKENS = (MeshAxis.DATA, MeshAxis.FSDP, MeshAxis.EXPERT)
+_WAITING = (MeshAxis.RING, MeshAxis.ULYSSES, MeshAxis.TENSOR)
+
+
+class Fastest:
+    """The least of many numbers, so many of them.
+
+    Attributes:
+        slowest: Of those; infinite as long as there are fewer.
+    """
+
+    def __init__(self, count: int):
+        self._count = count
+        self._heap: list[float] = []
+        self.slowest = math.inf
+
+    def add(self, seconds: float) -> None:
+        """One more."""
+        heapq.heappush(self._heap, -seconds)
+        if len(self._heap) > self._count:
+            heapq.heappop(self._heap)
+        if len(self._heap) == self._count:
+            self.slowest = -self._heap[0]
+
+
+class Bounds:
+    """Of a model on a target."""
+
+    def __init__(self, profile: ModelProfile, plan: Plan, target: Target):
+        """Raises:
+        PlanError: How fast the GPUs are for the plan is not known.
+        """
+        self._profile, self._target, self._plan = profile, target, bare(plan)
+        self._limits = limits_of(profile)
+        self._sent: dict[tuple[int, ...], tuple[float, float]] = {}
+        self._numbers = sum(
+            math.prod(info.shape)
+            for info, learns in zip(profile.infos, profile.learns, strict=True)
+            if learns and info.total_layers and "embed" in info.dims and "experts" not in info.dims
+        )
+        self._within = target.gpu.nvlink.bytes_per_s
+        self._between = target.network.bytes_per_s
+        self._wide = np.dtype(plan.precision.compute).itemsize
+        self._at_rest = np.dtype(plan.precision.params).itemsize
+        self._layers, self._ends = least_seconds(profile, plan, target)
+
+    def ordered(self, pinned: Mapping[str, int]) -> Iterator[tuple[float, dict[str, int], Way]]:
+        """All ways with seconds that they need at least, the fewest first."""
+        every = [
+            (self.of(mesh, way), mesh, way)
+            for mesh in meshes(self._target, self._limits, pinned)
+            for way in ruled(self._plan, mesh, self._limits)
+        ]
+        yield from sorted(every, key=lambda one: one[0])
+
+    def of(self, mesh: Mapping[str, int], way: Way) -> float:
+        """Seconds that it needs at least: with the number of microbatches that is best for it."""
+        rows = self._rows(mesh)
+        counts = (1,) if mesh[MeshAxis.STAGE] == 1 else divisors(rows)
+        return min(self._of(mesh, way, rows, count) for count in counts)
+
+    def _of(self, mesh: Mapping[str, int], way: Way, rows: int, microbatches: int) -> float:
+        count, along = mesh[MeshAxis.STAGE], mesh[MeshAxis.RING] * mesh[MeshAxis.ULYSSES]
+        stages = Stages(count=count, chunks=way.chunks)
+        turns = stages.turns(microbatches)
+        tokens = rows * self._profile.tokens / along
+        waits, travels = self._sent.get(self._key(mesh), (0.0, 0.0))
+        waited = turns * tokens / count * waits
+        beside = turns * tokens / count * travels / self._rate(mesh, MeshAxis.RING)
+        if count > 1:
+            held = tokens / mesh[MeshAxis.TENSOR] * self._profile.width * self._wide
+            sent = 2 * stages.runs(microbatches) / microbatches + 2
+            waited += sent * held / self._rate(mesh, MeshAxis.STAGE)
+        gathers, states = self._weights(mesh, way, turns * microbatches)
+        return Seconds(
+            compute=turns * self._layers + self._ends,
+            waited=waited + states,
+            beside=beside + gathers,
+        ).total
+
+    def _weights(self, mesh: Mapping[str, int], way: Way, runs: float) -> tuple[float, float]:
+        """Of gathers of weights and sums of gradients, that compute may hide; of new parameters."""
+        data, split = mesh[MeshAxis.DATA], mesh[MeshAxis.FSDP] * mesh[MeshAxis.EXPERT]
+        numbers = self._numbers / mesh[MeshAxis.TENSOR] / mesh[MeshAxis.STAGE]
+        size, sums = numbers * self._wide, 1.0 if way.once else runs
+        if not way.stored:
+            axis = MeshAxis.DATA if data > 1 else MeshAxis.FSDP
+            one = (1 - 1 / (data * split)) / self._rate(mesh, axis)
+            return one * sums * size, one * numbers * self._at_rest
+        gathers = 1.0 if way.whole else 2 * runs
+        found = (1 - 1 / split) * (gathers + sums) * size / self._rate(mesh, MeshAxis.FSDP)
+        if data > 1:
+            along = mesh[MeshAxis.RING] * mesh[MeshAxis.ULYSSES]
+            held = size / split / along
+            found += 2 * (1 - 1 / data) * sums * held / self._rate(mesh, MeshAxis.DATA)
+        return found, 0.0
+
+    def _rate(self, mesh: Mapping[str, int], axis: MeshAxis) -> float:
+        """Bytes a second of the slowest link in a ring along an axis."""
+        span = math.prod(mesh[inner] for inner in AXES[AXES.index(axis) :])
+        return self._within if self._target.gpus % span == 0 else self._between
+
+    def learn(self, mesh: Mapping[str, int], on_mesh: OnMesh) -> None:
+        """What layers of such a mesh send for a token."""
+        key = self._key(mesh)
+        # Of experts it depends on where their axis is.
+        if mesh[MeshAxis.EXPERT] == 1 and key not in self._sent:
+            self._sent[key] = on_mesh.least_sent()
+
+    def _rows(self, mesh: Mapping[str, int]) -> int:
+        return self._profile.rows // math.prod(mesh[axis] for axis in _TOKENS)
+
+    def _key(self, mesh: Mapping[str, int]) -> tuple[int, ...]:
+        return tuple(mesh[axis] for axis in _WAITING)
+
+
+@functools.cache
+def divisors(number: int) -> tuple[int, ...]:
+    """All of them, the least first."""
+    return tuple(n for n in range(1, number + 1) if number % n == 0)

@@ -1,0 +1,105 @@
+"""What stages make of a step: how often their devices run layers, what waits, what is sent.
+
+Of the one program that equal stages share (docs/design/pipeline.md), under the schedules `1f1b` and
+`interleaved`. In closed form: the tables of long batches are large, and a search asks for many.
+"""
+
+import dataclasses
+import math
+
+import numpy as np
+
+from colossax.config import MeshAxis, Plan
+from colossax.planner.profiling import ModelProfile
+from colossax.planner.searching.parts import Parts
+from colossax.planner.searching.sends import Sent, Tokens
+
+STAGE = MeshAxis.STAGE.value
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stages:
+    """Of a plan.
+
+    Attributes:
+        count: How many; 1 without.
+        chunks: Of each, that are not neighbours in the model.
+        whole: Whether layers' weights are gathered once a step.
+        once: Whether gradients are summed over devices once a step.
+    """
+
+    count: int = 1
+    chunks: int = 1
+    whole: bool = False
+    once: bool = False
+
+    @classmethod
+    def of(cls, plan: Plan, parts: Parts) -> "Stages":
+        """As a plan asks for."""
+        count, asked = parts.size((STAGE,)), plan.pipeline
+        return cls(
+            count=count,
+            chunks=asked.chunks_of_stage if count > 1 else 1,
+            whole=count > 1 and asked.gather == "step",
+            once=plan.batch.reduce_once,
+        )
+
+    @property
+    def share(self) -> int:
+        """Chunks of all layers."""
+        return self.count * self.chunks
+
+    def runs(self, microbatches: int) -> int:
+        """How often each device runs a chunk forward, and backward: the bubble among them."""
+        if self.count == 1:
+            return microbatches
+        if self.chunks == 1:
+            return microbatches + self.count - 1
+        if microbatches < self.count:
+            return self.share + microbatches - 1
+        return microbatches * self.chunks + self.count - 1
+
+    def turns(self, microbatches: int) -> float:
+        """Runs for each chunk and microbatch: 1 without a bubble."""
+        return self.runs(microbatches) / (microbatches * self.chunks)
+
+    def slots(self, microbatches: int) -> int:
+        """Chunks of microbatches for which each device has room, until their backward pass."""
+        if self.count == 1:
+            return 1
+        group = math.ceil(microbatches / max(1, microbatches // self.count))
+        return 2 * max(self.count, group) * (self.chunks - 1) + 2 * self.count - 1
+
+
+ONE_STAGE = Stages()
+"""A plan without."""
+
+
+def stages_sent(
+    profile: ModelProfile, parts: Parts, stages: Stages, tokens: Tokens, microbatches: int
+) -> list[Sent]:
+    """What goes from stage to stage, and what all of them share of the ends, on average over the
+    microbatches of a step.
+
+    In every run hidden states go on, forward, and their gradients back. Of each microbatch the last
+    stage's output and the first one's gradient go to all; of a table that stages share, what is
+    looked up is gathered, in every run where stages have several chunks, and the gradient of what
+    the head reads is summed.
+    """
+    if stages.count == 1:
+        return []
+    wide = np.dtype(parts.bound.plan.precision.compute).itemsize * profile.width
+    held, inside = tokens.held * wide, tokens.inside * wide
+    part, axes = (stages.count - 1) / stages.count, (STAGE,)
+    runs = stages.runs(microbatches) / microbatches
+    looked_up = 1.0 if stages.chunks == 1 else runs
+    found = [
+        Sent("collective-permute", axes, 2 * runs * held, 2 * runs, False),
+        Sent("collective-broadcast", axes, 2 * held, 2, False),
+    ]
+    if profile.vocab:
+        found += [
+            Sent("all-gather", axes, part * (looked_up * held + inside), looked_up + 1, False),
+            Sent("all-to-all", axes, part * inside, 1, False),
+        ]
+    return found
