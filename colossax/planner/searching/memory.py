@@ -10,6 +10,7 @@ import math
 
 import numpy as np
 
+from colossax.config import MeshAxis
 from colossax.planner.profiling import KeptArray, LayerKind, ModelProfile
 from colossax.planner.searching.parts import Parts
 from colossax.planner.searching.sends import Tokens
@@ -26,8 +27,9 @@ HEAD, LOGITS, STREAM_OF_LOSS = 1.5, 1.0, 6.0
 """Of what the loss works with: the head in float32 with its gradient, the logits of a chunk, and
 what goes into it."""
 
-MORE_HEAD = 1.1
-"""Of the head in float32, what stages that share the vocabulary have beside."""
+MORE_HEAD, EXPERTS_OF_STAGES = 1.1, 1.2
+"""Of the head in float32, what stages that share the vocabulary have beside; of experts' weights
+what theirs have, as they add gradients up where they lie."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -114,13 +116,14 @@ def stored(profile: ModelProfile, parts: Parts) -> Stored:
         if info.total_layers is not None:
             split = parts.axes("weights", info.dims, info.shape)
             whole += compute * numbers / parts.size(split)
-    gathered = max((_gathered(profile, parts, kind) for kind in profile.kinds), default=0.0)
+    experts = EXPERTS if parts.size((MeshAxis.STAGE.value,)) == 1 else EXPERTS_OF_STAGES
+    gathered = (_gathered(profile, parts, kind, experts) for kind in profile.kinds)
     return Stored(
         states=states,
         layer_gradients=layers,
         gradients=gradients,
         behind=behind,
-        gathered=compute * gathered,
+        gathered=compute * max(gathered, default=0.0),
         head=head,
         widest=compute * max((_widest(profile, kind) for kind in profile.kinds), default=0.0),
         stream=float(compute * profile.width),
@@ -209,12 +212,12 @@ def _widest(profile: ModelProfile, kind: LayerKind) -> float:
     return widest
 
 
-def _gathered(profile: ModelProfile, parts: Parts, kind: LayerKind) -> float:
-    """Numbers of a call's parameters as matmuls want them, weighted."""
+def _gathered(profile: ModelProfile, parts: Parts, kind: LayerKind, experts: float) -> float:
+    """Numbers of a call's parameters as matmuls want them, those of experts weighted."""
     total = 0.0
     for info in (profile.infos[at] for at in kind.leaves):
         numbers = math.prod(info.shape) / info.shape[0]
-        share = EXPERTS if "experts" in info.dims else GATHERED
+        share = experts if "experts" in info.dims else GATHERED
         total += share * numbers / parts.size(parts.whole(info.dims, info.shape))
     return total
 
