@@ -6,11 +6,15 @@ from collections.abc import Sequence
 from colossax.aot import Target
 from colossax.config import SAVEABLE, MeshAxis, Plan
 from colossax.errors import PlanError
-from colossax.planner.counting.flops import peak_flops
 from colossax.planner.profiling import LayerKind, ModelProfile
 from colossax.planner.searching.memory import Bytes, Stored, bytes_of, kept_bytes, stored
 from colossax.planner.searching.parts import Choices, Parts, abstract
-from colossax.planner.searching.seconds import MATMULS, PAIRS, Seconds, collectives_seconds
+from colossax.planner.searching.seconds import (
+    Rates,
+    Seconds,
+    collectives_seconds,
+    rates_of,
+)
 from colossax.planner.searching.sends import (
     Sent,
     Tokens,
@@ -52,6 +56,7 @@ class OnMesh:
     Attributes:
         parts: Plan and mesh.
         rows: Of a global batch, on each group of devices that share rows.
+        rates: Of devices and links.
     """
 
     def __init__(
@@ -60,9 +65,17 @@ class OnMesh:
         plan: Plan,
         target: Target,
         choices: Choices | None = None,
+        rates: Rates | None = None,
     ):
-        """Raises:
-        PlanError: The mesh does not divide the model or its batch.
+        """Args:
+            profile: The model.
+            plan: With its mesh.
+            target: Where.
+            choices: Of the plan's rules, where many meshes share them.
+            rates: That were measured; default what is assumed of the target.
+
+        Raises:
+            PlanError: The mesh does not divide the model or its batch.
         """
         self.profile, self.target = profile, target
         self.parts = Parts(abstract(plan, target.size), choices)
@@ -79,7 +92,7 @@ class OnMesh:
         self._splits = MeshAxis.TENSOR.value in activation_axes(bound, "seq:residual")
         self._by_microbatch = weights_sent(profile, self.parts)
         self._by_step = states_sent(profile, self.parts)
-        self._peak = peak_of(target, bound.plan)
+        self.rates = rates_of(target, bound.plan) if rates is None else rates
         self._widths = [widths(profile, self.parts, kind) for kind in profile.kinds]
         self._flops = [self._of_maps(kind) for kind in profile.kinds]
         self._compute: dict[tuple[int, frozenset[str]], float] = {}
@@ -112,7 +125,7 @@ class OnMesh:
         pairs = self.profile.pair_flops / sum(one.calls for one in self.profile.kinds)
         # Backward of attention computes scores anew: five products where forward has two.
         passes = 3.5 + (names in kind.traced.opaque or share > 0)
-        return maps / (MATMULS * self._peak) + passes * pairs / self._tensor / (PAIRS * self._peak)
+        return maps / self.rates.matmuls + passes * pairs / self._tensor / self.rates.pairs
 
     def layer_seconds(self, number: int, names: frozenset[str], tokens: Tokens) -> float:
         """Of one call of a kind of layer, with what its matmuls wait for."""
@@ -120,7 +133,7 @@ class OnMesh:
         if key not in self._waited:
             kind, one_row = self.profile.kinds[number], self.tokens(1)
             given = self.profile, self.parts, kind, self._widths[number], one_row, names
-            waited, _ = collectives_seconds(self.target, self.parts, layer_sent(*given))
+            waited, _ = self._seconds(layer_sent(*given))
             self._waited[key] = waited / one_row.inside
         return self.compute(number, names, tokens) + self._waited[key] * tokens.inside
 
@@ -133,7 +146,7 @@ class OnMesh:
             * tokens.inside
             / self.profile.tokens
         )
-        return flops / (MATMULS * self._peak)
+        return flops / self.rates.matmuls
 
     def bytes(self, rows: int, kept: float, vocab_chunks: int) -> Bytes:
         """Of a device, with what layers keep."""
@@ -152,18 +165,31 @@ class OnMesh:
             *self._by_microbatch,
             *tokens_sent(self.profile, self.parts, self._widths, tokens, policies),
         )
-        found = collectives_seconds(self.target, self.parts, sent)
-        once = collectives_seconds(self.target, self.parts, self._by_step)
+        found = self._seconds(sent)
+        once = self._seconds(self._by_step)
         waited, beside = (microbatches * each + one for each, one in zip(found, once, strict=True))
         return Prediction(
             bytes=self.bytes(rows, kept, vocab_chunks),
             seconds=Seconds(
-                compute=microbatches * (compute + self.ends(tokens)), waited=waited, beside=beside
+                compute=microbatches * (compute + self.ends(tokens)),
+                waited=waited,
+                beside=beside,
+                fixed=self._fixed(microbatches),
+                hiding=self.rates.hiding,
+                slowing=self.rates.slowing,
             ),
             sent=sent,
             sent_once=self._by_step,
             microbatches=microbatches,
         )
+
+    def _seconds(self, sent: Sequence[Sent]) -> tuple[float, float]:
+        return collectives_seconds(self.target, self.parts, sent, self.rates)
+
+    def _fixed(self, microbatches: int) -> float:
+        calls = sum(kind.calls for kind in self.profile.kinds)
+        rates = self.rates
+        return microbatches * (calls * rates.call_s + rates.microbatch_s) + rates.step_s
 
     def _of_maps(self, kind: LayerKind) -> tuple[float, list[float]]:
         """A device's FLOPs of a call's maps, forward and backward, and forward alone of each."""
@@ -178,32 +204,21 @@ class OnMesh:
         return total, flops
 
 
-def peak_of(target: Target, plan: Plan) -> float:
-    """FLOP/s of a device.
-
-    Raises:
-        PlanError: It is not known, or the plan is in float8.
-    """
-    if plan.precision.multiplies_in == "float8":
-        raise PlanError(
-            "plan.precision: what float8 makes of a step's time the formulas do not know yet; leave"
-            " it out here, and count the plan with colossax inspect"
-        )
-    peak = peak_flops(target.gpu.name, plan.precision.compute)
-    if peak is None:
-        raise PlanError(
-            f"target '{target.name}': how fast a {target.gpu.name} is, is not known; give another"
-        )
-    return peak
-
-
-def predict(profile: ModelProfile, plan: Plan, target: Target) -> Prediction:
+def predict(
+    profile: ModelProfile, plan: Plan, target: Target, rates: Rates | None = None
+) -> Prediction:
     """Of a plan as it is.
+
+    Args:
+        profile: The model.
+        plan: The whole plan.
+        target: Where.
+        rates: That were measured; default what is assumed of the target.
 
     Raises:
         PlanError: Its mesh does not divide the model or its batch.
     """
-    mesh = OnMesh(profile, plan, target)
+    mesh = OnMesh(profile, plan, target, rates=rates)
     batch = plan.batch
     rows = batch.microbatch or mesh.rows // batch.accumulation
     calls = [kind.calls for kind in profile.kinds]

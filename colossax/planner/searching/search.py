@@ -18,7 +18,8 @@ from colossax.planner.searching.asked import NOTHING_ASKED, Asked
 from colossax.planner.searching.meshes import limits_of, meshes, ruled
 from colossax.planner.searching.parts import Choices
 from colossax.planner.searching.policies import Policy, fastest_mix
-from colossax.planner.searching.predicting import OnMesh, Policies, Prediction, peak_of
+from colossax.planner.searching.predicting import OnMesh, Policies, Prediction
+from colossax.planner.searching.seconds import Rates, rates_of
 
 _CHUNKS = (1, 8, 32)
 """Of the vocabulary, beside what the plan has."""
@@ -81,6 +82,7 @@ def search(
     room: float,
     asked: Asked = NOTHING_ASKED,
     margin: float = 0.98,
+    rates: Rates | None = None,
 ) -> Found:
     """Every layout of a model, by formula.
 
@@ -91,12 +93,14 @@ def search(
         room: Bytes of a device.
         asked: What is given or ruled out.
         margin: Share of `room` that formulas may fill, as they err.
+        rates: That were measured; default what is assumed of the target.
 
     Raises:
         PlanError: No mesh that was asked for divides the model and its batch; how fast the GPUs
             are for the plan is not known.
     """
-    peak_of(target, plan)  # refused at once: what follows passes over plans that do not fit
+    # Refused at once: what follows passes over plans that do not fit.
+    rates = rates_of(target, plan) if rates is None else rates
     room *= margin
     found: list[Candidate] = []
     smallest: Candidate | None = None
@@ -107,7 +111,7 @@ def search(
             if name not in choices:
                 choices[name] = Choices(ruled_plan.effective_rules)
             try:
-                on_mesh = OnMesh(profile, ruled_plan, target, choices[name])
+                on_mesh = OnMesh(profile, ruled_plan, target, choices[name], rates)
             except PlanError:
                 continue
             divided = True
@@ -128,10 +132,15 @@ def search(
 
 
 def again(
-    profile: ModelProfile, one: Candidate, target: Target, *, room: float
+    profile: ModelProfile,
+    one: Candidate,
+    target: Target,
+    *,
+    room: float,
+    rates: Rates | None = None,
 ) -> Candidate | None:
     """The fastest on a candidate's mesh that formulas fit into `room`; None where nothing does."""
-    on_mesh = OnMesh(profile, one.plan, target)
+    on_mesh = OnMesh(profile, one.plan, target, rates=rates)
     best, _, _ = _best(on_mesh, one.plan.loss.vocab_chunks, room)
     return None if best is None else _candidate(one.label, one.plan, on_mesh, best)
 
