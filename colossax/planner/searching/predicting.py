@@ -222,12 +222,18 @@ def predict(
     batch = plan.batch
     rows = batch.microbatch or mesh.rows // batch.accumulation
     calls = [kind.calls for kind in profile.kinds]
-    policies = [[(count, names_of(plan))] for count in calls]
+    policies = [[(kind.calls, names_of(plan) & _named(kind))] for kind in profile.kinds]
     if len(calls) == 1 and len(plan.segments) > 1:
         given = [(one.count, names_of(plan, at)) for at, one in enumerate(plan.segments)]
         left = calls[0] - sum(count for count, _ in given if count > 0)
-        policies = [[(left if count == -1 else count, names) for count, names in given]]
+        known = _named(profile.kinds[0])
+        policies = [[(left if count == -1 else count, names & known) for count, names in given]]
     return mesh.predicted(rows, policies, plan.loss.vocab_chunks)
+
+
+def _named(kind: LayerKind) -> frozenset[str]:
+    """All names that a layer gives; mixtures give none to their experts' hidden units."""
+    return max(kind.traced.again, key=len)
 
 
 def names_of(plan: Plan, segment: int = 0) -> frozenset[str]:
