@@ -17,6 +17,7 @@ from colossax.planner.searching.bounds import Bounds, Fastest
 from colossax.planner.searching.meshes import AXES
 from colossax.planner.searching.predicting import OnMesh
 from colossax.planner.searching.search import search, told
+from colossax.planner.searching.seconds import rates_of
 from colossax.planner.searching.stages import Stages
 from colossax.recipes import recipe
 from colossax.tasks import task_of
@@ -79,7 +80,7 @@ def test_what_is_not_scored_could_not_be_among_the_fastest(llama, rows, target):
     )
     assert found[:12] == seconds[:12]
     # Every bound holds, not those alone on which this depends.
-    bounds, checked = Bounds(profile, config.plan, target), 0
+    bounds, checked = Bounds(profile, config.plan, target, rates_of(target, config.plan)), 0
     known = {one.label: one.predicted.seconds.total for one in every.candidates}
     for one in every.candidates:
         mesh = {axis.value: one.plan.mesh.get(axis, 1) for axis in AXES}

@@ -18,7 +18,7 @@ from colossax.config import MeshAxis, Plan
 from colossax.planner.profiling import ModelProfile, bare
 from colossax.planner.searching.meshes import AXES, Way, limits_of, meshes, ruled
 from colossax.planner.searching.predicting import OnMesh, least_seconds
-from colossax.planner.searching.seconds import Seconds
+from colossax.planner.searching.seconds import Rates, Seconds
 from colossax.planner.searching.stages import Stages
 
 _TOKENS = (MeshAxis.DATA, MeshAxis.FSDP, MeshAxis.EXPERT)
@@ -49,10 +49,7 @@ class Fastest:
 class Bounds:
     """Of a model on a target."""
 
-    def __init__(self, profile: ModelProfile, plan: Plan, target: Target):
-        """Raises:
-        PlanError: How fast the GPUs are for the plan is not known.
-        """
+    def __init__(self, profile: ModelProfile, plan: Plan, target: Target, rates: Rates):
         self._profile, self._target, self._plan = profile, target, bare(plan)
         self._limits = limits_of(profile)
         self._sent: dict[tuple[int, ...], tuple[float, float]] = {}
@@ -61,11 +58,12 @@ class Bounds:
             for info, learns in zip(profile.infos, profile.learns, strict=True)
             if learns and info.total_layers and "embed" in info.dims and "experts" not in info.dims
         )
-        self._within = target.gpu.nvlink.bytes_per_s
-        self._between = target.network.bytes_per_s
+        own = [link.bytes_per_s for link in rates.kinds.values()]
+        self._rates, self._within = rates, max([rates.node.bytes_per_s, *own])
+        self._between = max([rates.network.bytes_per_s, *own])
         self._wide = np.dtype(plan.precision.compute).itemsize
         self._at_rest = np.dtype(plan.precision.params).itemsize
-        self._layers, self._ends = least_seconds(profile, plan, target)
+        self._layers, self._ends = least_seconds(profile, target, rates)
 
     def ordered(self, pinned: Mapping[str, int]) -> Iterator[tuple[float, dict[str, int], Way]]:
         """All ways with seconds that they need at least, the fewest first."""
@@ -99,6 +97,8 @@ class Bounds:
             compute=turns * self._layers + self._ends,
             waited=waited + states,
             beside=beside + gathers,
+            hiding=self._rates.hiding,
+            slowing=self._rates.slowing,
         ).total
 
     def _weights(self, mesh: Mapping[str, int], way: Way, runs: float) -> tuple[float, float]:

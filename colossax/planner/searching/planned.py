@@ -75,7 +75,7 @@ class Planned:
             "label": self.candidate.label,
             "plan": to_json(self.plan),
             "seconds": self.seconds.total,
-            "seconds_by_term": dataclasses.asdict(self.seconds),
+            "seconds_by_term": self.seconds.terms,
             "device_bytes": bytes_found or {"total": predicted.bytes.total},
             "predicted_bytes": dataclasses.asdict(predicted.bytes),
             "collectives": [] if self.found is None else self.found["collectives"],

@@ -6,16 +6,15 @@ from collections.abc import Sequence
 from colossax.aot import Target
 from colossax.config import SAVEABLE, MeshAxis, Plan
 from colossax.errors import PlanError
-from colossax.planner.counting.flops import peak_flops
 from colossax.planner.profiling import LayerKind, ModelProfile
 from colossax.planner.searching.memory import Bytes, Stored, bytes_of, kept_bytes, stored
 from colossax.planner.searching.parts import Choices, Parts, abstract
 from colossax.planner.searching.seconds import (
-    MATMULS,
-    PAIRS,
+    Rates,
     Seconds,
     collectives_seconds,
-    link_along,
+    link_of,
+    rates_of,
 )
 from colossax.planner.searching.sends import (
     Sent,
@@ -60,6 +59,7 @@ class OnMesh:
     Attributes:
         parts: Plan and mesh.
         rows: Of a global batch, on each group of devices that share rows.
+        rates: Of devices and links.
     """
 
     def __init__(
@@ -68,9 +68,17 @@ class OnMesh:
         plan: Plan,
         target: Target,
         choices: Choices | None = None,
+        rates: Rates | None = None,
     ):
-        """Raises:
-        PlanError: The mesh does not divide the model or its batch.
+        """Args:
+            profile: The model.
+            plan: With its mesh.
+            target: Where.
+            choices: Of the plan's rules, where many meshes share them.
+            rates: That were measured; default what is assumed of the target.
+
+        Raises:
+            PlanError: The mesh does not divide the model or its batch.
         """
         self.profile, self.target = profile, target
         self.parts = Parts(abstract(plan, target.size), choices)
@@ -88,7 +96,7 @@ class OnMesh:
         self._splits = MeshAxis.TENSOR.value in activation_axes(bound, "seq:residual")
         self._weights = weights_sent(profile, self.parts)
         self._states = states_sent(profile, self.parts)
-        self._peak = peak_of(target, bound.plan)
+        self.rates = rates_of(target, bound.plan) if rates is None else rates
         self._widths = [widths(profile, self.parts, kind) for kind in profile.kinds]
         self._flops = [self._of_maps(kind) for kind in profile.kinds]
         self._compute: dict[tuple[int, frozenset[str]], float] = {}
@@ -121,7 +129,7 @@ class OnMesh:
         pairs = self.profile.pair_flops / sum(one.calls for one in self.profile.kinds)
         # Backward of attention computes scores anew: five products where forward has two.
         passes = 3.5 + (names in kind.traced.opaque or share > 0)
-        return maps / (MATMULS * self._peak) + passes * pairs / self._tensor / (PAIRS * self._peak)
+        return maps / self.rates.matmuls + passes * pairs / self._tensor / self.rates.pairs
 
     def layer_seconds(self, number: int, names: frozenset[str], tokens: Tokens) -> float:
         """Of one call of a kind of layer, with what its matmuls wait for."""
@@ -129,7 +137,7 @@ class OnMesh:
         if key not in self._waited:
             kind, one_row = self.profile.kinds[number], self.tokens(1)
             given = self.profile, self.parts, kind, self._widths[number], one_row, names
-            waited, _ = collectives_seconds(self.target, self.parts, layer_sent(*given))
+            waited, _ = self._seconds(layer_sent(*given))
             self._waited[key] = waited / one_row.inside
         return self.compute(number, names, tokens) + self._waited[key] * tokens.inside
 
@@ -151,7 +159,7 @@ class OnMesh:
                 for one in layer_sent(profile, self.parts, kind, wide, one_row, names)
             ]
             seconds = [
-                count * one.bytes / link_along(self.target, self.parts, one.axes).bytes_per_s
+                count * one.bytes / link_of(one, self.target, self.parts, self.rates).bytes_per_s
                 for one, count in sent
                 if not one.hidden
             ]
@@ -169,7 +177,7 @@ class OnMesh:
             * tokens.inside
             / self.profile.tokens
         )
-        return flops / (MATMULS * self._peak)
+        return flops / self.rates.matmuls
 
     def bytes(self, rows: int, kept: float, vocab_chunks: int) -> Bytes:
         """Of a device, with what a chunk's layers keep of a microbatch."""
@@ -202,15 +210,21 @@ class OnMesh:
             *gathered,
             *stages_sent(self.profile, self.parts, self.stages, tokens, microbatches),
         )
-        found = collectives_seconds(self.target, self.parts, sent)
-        in_the_end = collectives_seconds(self.target, self.parts, once)
+        found, in_the_end = self._seconds(sent), self._seconds(once)
         waited, beside = (
             microbatches * each + one for each, one in zip(found, in_the_end, strict=True)
         )
         compute = runs * compute + self.ends(tokens)
         return Prediction(
             bytes=self.bytes(rows, kept, vocab_chunks),
-            seconds=Seconds(compute=microbatches * compute, waited=waited, beside=beside),
+            seconds=Seconds(
+                compute=microbatches * compute,
+                waited=waited,
+                beside=beside,
+                fixed=self._fixed(microbatches),
+                hiding=self.rates.hiding,
+                slowing=self.rates.slowing,
+            ),
             sent=sent,
             sent_once=once,
             microbatches=microbatches,
@@ -236,6 +250,14 @@ class OnMesh:
             by_microbatch += times(weights.summed, turns) + list(weights.outside_summed)
         return by_microbatch, tuple(once)
 
+    def _seconds(self, sent: Sequence[Sent]) -> tuple[float, float]:
+        return collectives_seconds(self.target, self.parts, sent, self.rates)
+
+    def _fixed(self, microbatches: int) -> float:
+        calls = sum(kind.calls for kind in self.profile.kinds)
+        rates = self.rates
+        return microbatches * (calls * rates.call_s + rates.microbatch_s) + rates.step_s
+
     def _of_maps(self, kind: LayerKind) -> tuple[float, list[float]]:
         """A device's FLOPs of a call's maps, forward and backward, and forward alone of each."""
         flops, total = [], 0.0
@@ -249,62 +271,56 @@ class OnMesh:
         return total, flops
 
 
-def peak_of(target: Target, plan: Plan) -> float:
-    """FLOP/s of a device.
-
-    Raises:
-        PlanError: It is not known, or the plan is in float8.
-    """
-    if plan.precision.multiplies_in == "float8":
-        raise PlanError(
-            "plan.precision: what float8 makes of a step's time the formulas do not know yet; leave"
-            " it out here, and count the plan with colossax inspect"
-        )
-    peak = peak_flops(target.gpu.name, plan.precision.compute)
-    if peak is None:
-        raise PlanError(
-            f"target '{target.name}': how fast a {target.gpu.name} is, is not known; give another"
-        )
-    return peak
-
-
-def least_seconds(profile: ModelProfile, plan: Plan, target: Target) -> tuple[float, float]:
+def least_seconds(profile: ModelProfile, target: Target, rates: Rates) -> tuple[float, float]:
     """Of a step, whatever the mesh is: layers' matmuls forward and backward, and what stands beside
-    them, shared by all devices.
-
-    Raises:
-        PlanError: See `peak_of`.
-    """
-    rows = profile.rows / target.size / peak_of(target, plan)
+    them, shared by all devices."""
+    rows = profile.rows / target.size
     maps = sum(
         kind.calls * (2 + profile.learns[kind.leaves[one.leaf]]) * one.flops
         for kind in profile.kinds
         for one in kind.traced.maps
     )
     ends = profile.ends_passes * profile.ends_flops
-    layers = maps / MATMULS + 3.5 * profile.pair_flops / PAIRS
-    return float(rows * layers), float(rows * ends / MATMULS)
+    layers = maps / rates.matmuls + 3.5 * profile.pair_flops / rates.pairs
+    return float(rows * layers), float(rows * ends / rates.matmuls)
 
 
-def predict(profile: ModelProfile, plan: Plan, target: Target) -> Prediction:
+def predict(
+    profile: ModelProfile, plan: Plan, target: Target, rates: Rates | None = None
+) -> Prediction:
     """Of a plan as it is.
+
+    Args:
+        profile: The model.
+        plan: The whole plan.
+        target: Where.
+        rates: That were measured; default what is assumed of the target.
 
     Raises:
         PlanError: Its mesh does not divide the model or its batch.
     """
-    mesh = OnMesh(profile, plan, target)
+    mesh = OnMesh(profile, plan, target, rates=rates)
     batch = plan.batch
     rows = batch.microbatch or mesh.rows // batch.accumulation
     if mesh.stages.count > 1 and batch.microbatch is None:
         wanted = plan.pipeline.microbatches or 4 * mesh.stages.count
         rows = max(1, rows // wanted)
     calls = [kind.calls // mesh.stages.share for kind in profile.kinds]
-    policies = [[(count, names_of(plan))] for count in calls]
+    policies = [
+        [(count, names_of(plan) & _named(kind))]
+        for count, kind in zip(calls, profile.kinds, strict=True)
+    ]
     if len(calls) == 1 and len(plan.segments) > 1:
         given = [(one.count, names_of(plan, at)) for at, one in enumerate(plan.segments)]
         left = calls[0] - sum(count for count, _ in given if count > 0)
-        policies = [[(left if count == -1 else count, names) for count, names in given]]
+        known = _named(profile.kinds[0])
+        policies = [[(left if count == -1 else count, names & known) for count, names in given]]
     return mesh.predicted(rows, policies, plan.loss.vocab_chunks)
+
+
+def _named(kind: LayerKind) -> frozenset[str]:
+    """All names that a layer gives; mixtures give none to their experts' hidden units."""
+    return max(kind.traced.again, key=len)
 
 
 def names_of(plan: Plan, segment: int = 0) -> frozenset[str]:

@@ -18,7 +18,8 @@ from colossax.planner.searching.asked import NOTHING_ASKED, Asked
 from colossax.planner.searching.bounds import Bounds, Fastest, divisors
 from colossax.planner.searching.parts import Choices
 from colossax.planner.searching.policies import Policy, fastest_mix
-from colossax.planner.searching.predicting import OnMesh, Policies, Prediction, peak_of
+from colossax.planner.searching.predicting import OnMesh, Policies, Prediction
+from colossax.planner.searching.seconds import Rates, rates_of
 
 _CHUNKS = (1, 8, 32)
 """Of the vocabulary, beside what the plan has."""
@@ -83,6 +84,7 @@ def search(
     asked: Asked = NOTHING_ASKED,
     margin: float = 0.98,
     count: int = 18,
+    rates: Rates | None = None,
 ) -> Found:
     """The fastest layouts of a model, by formula.
 
@@ -97,17 +99,19 @@ def search(
         asked: What is given or ruled out.
         margin: Share of `room` that formulas may fill, as they err.
         count: How many of the fastest are surely among the candidates.
+        rates: That were measured; default what is assumed of the target.
 
     Raises:
         PlanError: No mesh that was asked for divides the model and its batch; how fast the GPUs
             are for the plan is not known.
     """
-    peak_of(target, plan)  # refused at once: what follows passes over plans that do not fit
+    # Refused at once: what follows passes over plans that do not fit.
+    rates = rates_of(target, plan) if rates is None else rates
     room *= margin
     found: list[Candidate] = []
     smallest: Candidate | None = None
     scored, choices, divided = 0, dict[int, Choices](), False
-    bounds = Bounds(profile, plan, target)
+    bounds = Bounds(profile, plan, target, rates)
     fastest = Fastest(count)
     for at_least, mesh, way in bounds.ordered(asked.pinned):
         if at_least > fastest.slowest:
@@ -119,7 +123,7 @@ def search(
         if id(way.rules) not in choices:
             choices[id(way.rules)] = Choices(ruled_plan.effective_rules)
         try:
-            on_mesh = OnMesh(profile, ruled_plan, target, choices[id(way.rules)])
+            on_mesh = OnMesh(profile, ruled_plan, target, choices[id(way.rules)], rates)
         except PlanError:
             continue
         divided = True
@@ -142,10 +146,15 @@ def search(
 
 
 def again(
-    profile: ModelProfile, one: Candidate, target: Target, *, room: float
+    profile: ModelProfile,
+    one: Candidate,
+    target: Target,
+    *,
+    room: float,
+    rates: Rates | None = None,
 ) -> Candidate | None:
     """The fastest on a candidate's mesh that formulas fit into `room`; None where nothing does."""
-    on_mesh = OnMesh(profile, one.plan, target)
+    on_mesh = OnMesh(profile, one.plan, target, rates=rates)
     best, _, _ = _best(on_mesh, one.plan.loss.vocab_chunks, room)
     return None if best is None else _candidate(one.label, one.plan, on_mesh, best)
 

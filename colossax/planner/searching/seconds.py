@@ -7,10 +7,12 @@ compute, as long as that lasts; sums of activations are waited for.
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from colossax.aot import Link, Target
-from colossax.config import MESH_AXES
+from colossax.config import MESH_AXES, FrozenDict, Plan
+from colossax.errors import PlanError
+from colossax.planner.counting.flops import peak_flops
 from colossax.planner.searching.parts import Parts
 from colossax.planner.searching.sends import Sent
 
@@ -21,6 +23,69 @@ the compute beside them, as they need some multiprocessors and some of the memor
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Rates:
+    """How fast a device and its links are: assumed, or measured and put in their place.
+
+    Attributes:
+        matmuls: FLOP/s of matmuls with weights.
+        pairs: FLOP/s of attention between tokens.
+        node: Links within a node.
+        network: Links between nodes.
+        kinds: Links of kinds of collectives (as XLA calls them) that have their own, wherever.
+        hiding: Share of a step's compute that collectives can be beside.
+        slowing: Share of their time that those take of it.
+        call_s: Seconds of a call of a layer, forward and backward, beside what it multiplies.
+        microbatch_s: Likewise of a microbatch.
+        step_s: Likewise of a step.
+    """
+
+    matmuls: float
+    pairs: float
+    node: Link
+    network: Link
+    kinds: Mapping[str, Link] = FrozenDict()
+    hiding: float = HIDING
+    slowing: float = SLOWING
+    call_s: float = 0.0
+    microbatch_s: float = 0.0
+    step_s: float = 0.0
+
+
+def rates_of(target: Target, plan: Plan) -> Rates:
+    """What is assumed of a target for what a plan multiplies in.
+
+    Raises:
+        PlanError: How fast its GPUs are is not known, or the plan is in float8.
+    """
+    peak = peak_of(target, plan)
+    return Rates(
+        matmuls=MATMULS * peak,
+        pairs=PAIRS * peak,
+        node=target.gpu.nvlink,
+        network=target.network,
+    )
+
+
+def peak_of(target: Target, plan: Plan) -> float:
+    """FLOP/s of a device.
+
+    Raises:
+        PlanError: It is not known, or the plan is in float8.
+    """
+    if plan.precision.multiplies_in == "float8":
+        raise PlanError(
+            "plan.precision: what float8 makes of a step's time the formulas do not know yet; leave"
+            " it out here, and count the plan with colossax inspect"
+        )
+    peak = peak_flops(target.gpu.name, plan.precision.compute)
+    if peak is None:
+        raise PlanError(
+            f"target '{target.name}': how fast a {target.gpu.name} is, is not known; give another"
+        )
+    return peak
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Seconds:
     """Of a step.
 
@@ -28,44 +93,66 @@ class Seconds:
         compute: Matmuls, recomputation among them.
         waited: Collectives that compute waits for.
         beside: Those that compute can hide.
+        fixed: What calls, microbatches and the step take whatever their sizes.
+        hiding: See `Rates`.
+        slowing: See `Rates`.
     """
 
     compute: float
     waited: float
     beside: float
+    fixed: float = 0.0
+    hiding: float = HIDING
+    slowing: float = SLOWING
+
+    @property
+    def terms(self) -> dict[str, float]:
+        """By name: what is computed and sent."""
+        return {"compute": self.compute, "waited": self.waited, "beside": self.beside}
 
     @property
     def exposed(self) -> float:
         """Of those beside compute, what it does not last for."""
-        return max(0.0, self.beside - HIDING * self.compute)
+        return max(0.0, self.beside - self.hiding * self.compute)
 
     @property
     def total(self) -> float:
         """What a step takes."""
-        return self.compute + self.waited + self.exposed + self.slowed
+        return self.compute + self.waited + self.exposed + self.slowed + self.fixed
 
     @property
     def slowed(self) -> float:
         """What collectives beside compute take of it."""
-        return SLOWING * (self.beside - self.exposed)
+        return self.slowing * (self.beside - self.exposed)
 
 
-def link_along(target: Target, parts: Parts, axes: Sequence[str]) -> Link:
+def link_along(
+    target: Target, parts: Parts, axes: Sequence[str], rates: Rates | None = None
+) -> Link:
     """The slowest link that a ring along these axes crosses, devices filling nodes in order."""
+    node = target.gpu.nvlink if rates is None else rates.node
+    network = target.network if rates is None else rates.network
     sizes = parts.bound.mesh.shape
     inner = [axis for axis in MESH_AXES if axis in axes]
     if not inner:
-        return target.gpu.nvlink
+        return node
     behind = MESH_AXES[MESH_AXES.index(inner[0]) :]
     span = math.prod(sizes[axis] for axis in behind)
-    return target.gpu.nvlink if target.gpus % span == 0 else target.network
+    return node if target.gpus % span == 0 else network
 
 
-def collectives_seconds(target: Target, parts: Parts, sent: Sequence[Sent]) -> tuple[float, float]:
+def link_of(one: Sent, target: Target, parts: Parts, rates: Rates) -> Link:
+    """The link of a collective: its kind's own, else that along its axes."""
+    return rates.kinds.get(one.kind) or link_along(target, parts, one.axes, rates)
+
+
+def collectives_seconds(
+    target: Target, parts: Parts, sent: Sequence[Sent], rates: Rates
+) -> tuple[float, float]:
     """Seconds that are waited for, and that compute may hide."""
     found = [0.0, 0.0]
     for one in sent:
-        link = link_along(target, parts, one.axes)
+        link = link_of(one, target, parts, rates)
         hops = (parts.size(one.axes) - 1) * one.times * link.latency_s
         found[one.hidden] += hops + one.bytes / link.bytes_per_s
     return found[0], found[1]

@@ -93,8 +93,8 @@ def true_seconds(predicted: Seconds, found: Compiled) -> Seconds:
     """
     collectives = found["collectives"]
     exposed = sum(one["exposed_s"] for one in collectives)
-    return Seconds(
-        compute=predicted.compute,
+    return dataclasses.replace(
+        predicted,
         waited=exposed,
         beside=sum(one["seconds"] for one in collectives) - exposed,
     )

@@ -1,0 +1,317 @@
+"""Plans that were found against plans that people write, by the formulas of `colossax plan`.
+
+Both sides are predicted alike, nothing is compiled. Beside each recipe's own plan on its own target
+stand, for models that people publish layouts of: pure fsdp (zero3) with the best rows and policy,
+tensors alone, the two rules that Redco applies (heads, hidden units and vocabulary over a node, and
+copies of that), Megatron's layouts of GPT and MaxText's of Mixtral 8x7B. A rival is taken at the
+rows and the policy that are fastest for it where its authors do not say them, and counts where it
+does not fit too.
+
+What a search takes is counted in CPU-seconds of this process, the trace of the model apart.
+
+Ends with status 1 where a rival that fits is faster than what was found.
+
+    python bench/plans_of_people.py [--only TEXT] [--out FILE]
+"""
+
+import argparse
+import dataclasses
+import itertools
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import common
+
+sys.path.insert(0, str(common.REPOSITORY))
+
+REMATS = ("full", "attention", "qkv+attention", "mlp", "qkv+attention+mlp", "none")
+CHUNKS = 8
+GIB = 2**30
+
+
+@dataclasses.dataclass(frozen=True)
+class Rival:
+    """A plan of people's: those of its rows and policies that are not given are tried."""
+
+    name: str
+    preset: str
+    mesh: dict[str, int]
+    rows: int | None = None
+    remat: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Published:
+    """A GPT of Table 1 of Narayanan et al. 2021, Efficient Large-Scale Language Model Training on
+    GPU Clusters Using Megatron-LM: vocabulary 51,200, rows of 2,048, nodes of eight A100 of 80 GB.
+
+    Those of that table that have one pipeline stage.
+    """
+
+    name: str
+    heads: int
+    embed: int
+    layers: int
+    tensor: int
+    gpus: int
+    batch: int
+
+
+MEGATRON = (
+    Published("1.7B", 24, 2304, 24, 1, 32, 512),
+    Published("3.6B", 32, 3072, 30, 2, 64, 512),
+    Published("7.5B", 32, 4096, 36, 4, 128, 512),
+    Published("18.4B", 48, 6144, 40, 8, 256, 1024),
+)
+
+
+def rivals(devices: int, *, experts: bool) -> Iterator[Rival]:
+    """Those that every model has."""
+    yield Rival("pure fsdp", "zero3", {"fsdp": devices})
+    if devices <= 8:
+        yield Rival("tensors alone", "zero3+megatron", {"tensor": devices})
+    if devices > 8:
+        yield Rival("Redco's rules", "zero3+megatron", {"data": devices // 8, "tensor": 8})
+        yield Rival("fsdp x tensor 8", "zero3+megatron_sp", {"fsdp": devices // 8, "tensor": 8})
+    if experts:
+        yield Rival("fsdp x expert 8", "zero3", {"fsdp": devices // 8, "expert": 8})
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A model on a target, and whom its plan is held against."""
+
+    name: str
+    config: Any
+    target: str
+    rivals: tuple[Rival, ...]
+
+
+def cases() -> Iterator[Case]:
+    """All of them."""
+    from colossax.recipes import RECIPES, recipe
+
+    for name in RECIPES:
+        config = recipe(name)
+        yield Case(f"recipe {name}", config, config.target or "h100:1x8", ())
+    for name, targets in (
+        ("llama3_8b", ("1x8", "8x8", "64x8", "128x8")),
+        ("llama3_70b", ("8x8", "64x8", "128x8")),
+        ("mixtral_8x7b", ("8x8", "64x8", "128x8")),
+    ):
+        for shape in targets:
+            yield _large(name, f"h100:{shape}")
+    for one in MEGATRON:
+        yield _megatron(one)
+
+
+def _large(name: str, target: str) -> Case:
+    from colossax.aot import parse_target
+    from colossax.recipes import recipe
+
+    config, devices = recipe(name), parse_target(target).size
+    mixture = name == "mixtral_8x7b"
+    others = list(rivals(devices, experts=mixture))
+    # At least two rows of each device, as large runs have; Mixtral's are MaxText's twelve.
+    batch = max(config.data.global_batch, (12 if mixture else 2) * devices)
+    if mixture:
+        # maxtext_trillium_model_configs.py, mixtral_8x7b_dropless: fsdp over all, 12 rows of 4096.
+        others.append(Rival("MaxText's", "zero3", {"fsdp": devices}, rows=12, remat="full"))
+    data = dataclasses.replace(config.data, global_batch=batch)
+    return Case(f"{name} on {target}", config.replace(data=data), target, tuple(others))
+
+
+def _megatron(one: Published) -> Case:
+    from colossax.config import Plan, Precision
+    from colossax.models import GPT2Config
+    from colossax.recipes import recipe
+
+    config = recipe("gpt2_124m")
+    model = GPT2Config(
+        vocab=51_200,
+        embed=one.embed,
+        layers=one.layers,
+        heads=one.heads,
+        mlp=4 * one.embed,
+        max_seq=2048,
+    )
+    data = dataclasses.replace(config.data, seq_len=2048, global_batch=one.batch)
+    plan = Plan(precision=Precision(compute="bfloat16"))
+    sizes = {"data": one.gpus // one.tensor, "tensor": one.tensor}
+    mesh = {axis: size for axis, size in sizes.items() if size > 1}
+    preset = "zero3+megatron" if one.tensor > 1 else "zero3"
+    rival = Rival("Megatron's", preset, mesh, remat="full")
+    return Case(
+        f"GPT {one.name}",
+        config.replace(model=model, data=data, plan=plan),
+        f"a100:{one.gpus // 8}x8",
+        (rival, *rivals(one.gpus, experts=False)),
+    )
+
+
+class Judge:
+    """One model on one target, by formula."""
+
+    def __init__(self, case: Case):
+        from colossax.aot import parse_target
+        from colossax.planner.counting.compiled import usable_bytes
+        from colossax.planner.profiling import profile_task
+        from colossax.tasks import task_of
+
+        self.case, self.target = case, parse_target(case.target)
+        self.room = usable_bytes(self.target)
+        began = time.process_time()
+        self.profile = profile_task(task_of(case.config), case.config.plan, self.target)
+        self.profile_s = time.process_time() - began
+
+    def found(self) -> dict[str, Any]:
+        """The best plan, and what finding it took."""
+        from colossax.planner.searching.search import search, told
+
+        began = time.process_time()
+        answer = search(self.profile, self.case.config.plan, self.target, room=self.room)
+        facts = {"search_cpu_s": time.process_time() - began, "scored": answer.scored}
+        if not answer.candidates:
+            return {**facts, "plan": None}
+        best = answer.candidates[0]
+        return {
+            **facts,
+            "plan": f"{best.label}; {told(best)}",
+            "seconds": best.predicted.seconds.total,
+            "gib": best.predicted.bytes.total / GIB,
+        }
+
+    def own(self) -> dict[str, Any]:
+        """The recipe's own plan; `open` says why formulas do not know it."""
+        plan = self.case.config.plan
+        if why := _unknown(plan, self.target.size):
+            return {"open": why}
+        return self._told(plan)
+
+    def rival(self, one: Rival) -> dict[str, Any]:
+        """The fastest of its rows and policies that fits; where none fits, the fastest."""
+        from colossax.errors import PlanError
+
+        tried = []
+        for rows, remat in itertools.product(
+            [one.rows] if one.rows else self._rows(one.mesh), [one.remat] if one.remat else REMATS
+        ):
+            try:
+                tried.append(
+                    {**self._told(self._plan(one, rows, remat)), "rows": rows, "remat": remat}
+                )
+            except PlanError as problem:
+                refusal = str(problem)
+        if not tried:
+            return {"open": refusal}
+        return min(tried, key=lambda row: (not row["fits"], row["seconds"]))
+
+    def _told(self, plan: Any) -> dict[str, Any]:
+        from colossax.planner.searching import predict
+
+        found = predict(self.profile, plan, self.target)
+        size = found.bytes.total
+        return {"seconds": found.seconds.total, "gib": size / GIB, "fits": size <= self.room}
+
+    def _rows(self, mesh: dict[str, int]) -> list[int]:
+        ways = 1
+        for axis in ("data", "fsdp", "expert"):
+            ways *= mesh.get(axis, 1)
+        each = self.profile.rows // ways
+        return [n for n in range(1, each + 1) if each % n == 0]
+
+    def _plan(self, one: Rival, rows: int, remat: str) -> Any:
+        from colossax.config import BatchConfig, LossConfig, Segment, preset
+
+        return preset(
+            one.preset,
+            mesh=one.mesh,
+            segments=(Segment(remat=remat),),
+            precision=self.case.config.plan.precision,
+            loss=LossConfig(vocab_chunks=CHUNKS),
+            batch=BatchConfig(microbatch=rows),
+        )
+
+
+def _unknown(plan: Any, devices: int) -> str:
+    """What of a plan the formulas do not know; empty where they know it."""
+    from colossax.config import OffloadConfig
+
+    if plan.offload != OffloadConfig() or any(part.offload != "none" for part in plan.segments):
+        return "host memory"
+    if plan.mesh_sizes(devices)["stage"] > 1:
+        return "stages"
+    return "float8" if plan.precision.multiplies_in == "float8" else ""
+
+
+def held(case: Case) -> dict[str, Any]:
+    """A case's plan, and its rivals."""
+    from colossax.errors import InputError, PlanError
+
+    try:
+        judge = Judge(case)
+        facts = {"target": case.target, "profile_cpu_s": judge.profile_s, "found": judge.found()}
+    except (InputError, PlanError) as problem:
+        return {"target": case.target, "open": str(problem)}
+    named = {one.name: judge.rival(one) for one in case.rivals} or {"its own plan": judge.own()}
+    return {**facts, "rivals": named}
+
+
+def main() -> int:
+    """Hold all against all, write, tell, and return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", help="cases whose name has this text")
+    parser.add_argument(
+        "--out", type=Path, default=common.HERE / "results" / "plans_of_people.json"
+    )
+    args = parser.parse_args()
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")
+    facts: dict[str, Any] = {}
+    for case in cases():
+        if not args.only or args.only in case.name:
+            facts[case.name] = held(case)
+            print("\n".join(_lines(case.name, facts[case.name])), flush=True)
+    common.write_json(
+        args.out,
+        {"versions": common.versions(), "hardware": common.hardware(), "cases": facts},
+    )
+    lost = [name for name, one in facts.items() if _lost(one)]
+    print(f"{len(facts)} cases; slower than a rival that fits: {', '.join(lost) or 'none'}")
+    return int(bool(lost))
+
+
+def _lines(name: str, one: dict[str, Any]) -> Iterator[str]:
+    if "open" in one:
+        yield f"{name} on {one['target']}: not planned: {one['open']}"
+        return
+    found = one["found"]
+    plan = "nothing fits" if found["plan"] is None else f"{found['seconds']:.4g} s: {found['plan']}"
+    yield (
+        f"{name} on {one['target']}: {plan} (searched in {found['search_cpu_s']:.2f} CPU-s, traced"
+        f" in {one['profile_cpu_s']:.2f})"
+    )
+    for rival, row in one["rivals"].items():
+        if "open" in row:
+            yield f"    {rival}: not priced: {row['open']}"
+            continue
+        times = "" if found["plan"] is None else f", {row['seconds'] / found['seconds']:.3f} times"
+        fits = "" if row["fits"] else f", does not fit ({row['gib']:.0f} GiB)"
+        yield f"    {rival}: {row['seconds']:.4g} s{times}{fits}"
+
+
+def _lost(one: dict[str, Any]) -> bool:
+    """Whether a rival that fits is faster."""
+    if "open" in one:
+        return False
+    found = one["found"].get("seconds", float("inf"))
+    rows = [row for row in one["rivals"].values() if row.get("fits")]
+    return any(row["seconds"] < found * (1 - 1e-9) for row in rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
