@@ -98,6 +98,11 @@ class Answer:
     compiled: int
     room: float
 
+    @property
+    def best(self) -> Plan:
+        """The fastest."""
+        return self.plans[0].plan
+
 
 def plan_run(
     subject: Subject,

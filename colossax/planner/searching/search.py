@@ -162,7 +162,7 @@ def _best(mesh: OnMesh, chunks: int, room: float) -> tuple[_Scored | None, _Scor
     """The fastest that fits on one mesh, that which needs least, and how many were scored."""
     best = least = None
     scored = 0
-    every, policies = _divisors(mesh.rows), _policies(mesh)
+    every, policies = _divisors(mesh.rows)[-mesh.profile.whole :], _policies(mesh)
     for rows in every:
         fitting = False
         for pieces in sorted({chunks, *_CHUNKS}):

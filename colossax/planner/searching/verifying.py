@@ -30,15 +30,17 @@ class Subject:
     Attributes:
         task: As it is trained.
         config: The run, where it is one of the library's: those can be compiled in processes.
+        fresh: Whether all is compiled anew, and nothing kept for the next search.
     """
 
     task: Task
     config: TrainConfig | None = None
+    fresh: bool = False
 
     @classmethod
-    def of(cls, config: TrainConfig) -> "Subject":
+    def of(cls, config: TrainConfig, *, fresh: bool = False) -> "Subject":
         """A run of the library."""
-        return cls(task=task_of(config), config=config)
+        return cls(task=task_of(config), config=config, fresh=fresh)
 
 
 def compiled(
