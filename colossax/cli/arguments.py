@@ -153,7 +153,7 @@ def keeping(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-cache",
         action="store_true",
-        help="compile anew, and keep no compiled programs in the user's cache folder",
+        help="compile anew, and keep nothing of compiled programs in the user's cache folder",
     )
 
 

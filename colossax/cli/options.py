@@ -10,6 +10,7 @@ from importlib import resources
 from pathlib import Path
 
 from colossax.cli.arguments import (
+    keeping,
     number,
     plan_of_a_file,
     real,
@@ -183,6 +184,7 @@ def _plan(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="name plans by formula alone, which may err by some percent of the memory",
     )
+    keeping(parser)
     parser.add_argument("--out", metavar="FILE", help="write the first plan here, for --plan FILE")
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
     parser.add_argument("--plot", metavar="FILE", help="write a picture (PNG) here")

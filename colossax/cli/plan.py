@@ -53,7 +53,12 @@ def _subject(args: argparse.Namespace, overrides: list[Override]):
     given = any_recipe(args.recipe) if args.config is None else recipe_from_file(args.config)
     if isinstance(given, TrainConfig):
         config = apply_overrides(given, overrides)
-        return Subject.of(config), config.plan, args.target or config.target, config.recipe
+        return (
+            Subject.of(config, fresh=args.no_cache),
+            config.plan,
+            args.target or config.target,
+            config.recipe,
+        )
     own = run_as_asked(given, overrides)
     if args.target is None:
         raise InputError(
@@ -61,7 +66,7 @@ def _subject(args: argparse.Namespace, overrides: list[Override]):
             " --target h100:1x8"
         )
     assert own.config is not None
-    return Subject(task=own.task), own.config.plan, args.target, own.name
+    return Subject(task=own.task, fresh=args.no_cache), own.config.plan, args.target, own.name
 
 
 def _write(args: argparse.Namespace, answer: Answer) -> None:
