@@ -1,6 +1,7 @@
 """`colossax.plan`: plans for models of one's own."""
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +11,14 @@ import pytest
 from flax import nnx
 
 import colossax
+from colossax.aot import parse_target
 from colossax.errors import InputError, PlanError
 from colossax.planner.arguments import check_arguments
+from colossax.planner.profiling import profile_task
 from colossax.planner.searching.parts import Parts, abstract
+from colossax.planner.searching.search import search
+from colossax.recipes import recipe
+from colossax.tasks import task_of
 
 
 class Tagger(nnx.Module):
@@ -75,13 +81,29 @@ def test_a_plan_found_for_eight_gpus_trains_on_eight_devices_as_on_one(pins):
 
 
 @pytest.mark.catches("one-number-in-microbatches")
+def test_a_batch_whose_loss_cannot_be_cut_is_one_microbatch():
+    config, target = recipe("llama_tiny"), parse_target("h100:1x2")
+    profile = profile_task(task_of(config), config.plan, target)
+    assert not profile.whole
+    least = search(profile, config.plan, target, room=1.0).smallest
+    room = 1.1 * least.predicted.bytes.total
+    assert least.plan.batch.microbatch < rows_of_each(least.plan, profile.rows)
+    whole = dataclasses.replace(profile, whole=True)
+    assert not search(whole, config.plan, target, room=room).candidates
+    for one in search(whole, config.plan, target, room=1e9).candidates:
+        assert one.plan.batch.microbatch == rows_of_each(one.plan, profile.rows)
+
+
 def test_a_loss_of_one_number_has_one_microbatch():
-    answer = planned(mean, batch=batch(64), device_gb=0.001)
+    answer = planned(mean)
     for one in answer.plans:
-        ways = Parts(abstract(one.plan, 8)).size(("data", "fsdp"))
-        assert one.plan.batch.microbatch == 64 // ways
+        assert one.plan.batch.microbatch == rows_of_each(one.plan, 16)
     state, step = colossax.boost(Tagger, OPTIMIZER, mean, answer.best)
-    assert np.isfinite(step(state, batch(64))[1]["loss"])
+    assert np.isfinite(step(state, batch())[1]["loss"])
+
+
+def rows_of_each(plan, rows):
+    return rows // Parts(abstract(plan, math.prod(plan.mesh.values()))).size(("data", "fsdp"))
 
 
 def test_names_of_dims_that_are_given_are_searched_by():
