@@ -72,7 +72,7 @@ def run(verb: str, args: argparse.Namespace, overrides: list[Override]) -> int:
     if verb == "bench" and args.recipe is not None and ":" not in args.recipe:
         apply_overrides(recipe(args.recipe), overrides)
     if verb == "inspect" and args.recipe is not None and ":" not in args.recipe:
-        of_file = [] if args.plan is None else [("plan", args.plan)]
+        of_file = [] if args.plan in (None, "auto") else [("plan", args.plan)]
         for changes in preset_overrides(overrides):
             apply_overrides(recipe(args.recipe), [*of_file, *changes])
     if verb == "plan" and args.recipe is not None and ":" not in args.recipe:
