@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from colossax.planner import boost as boost
     from colossax.planner import build_step as build_step
     from colossax.planner import fit_offload as fit_offload
+    from colossax.planner.searching import plan as plan
     from colossax.tasks import next_token_loss as next_token_loss
     from colossax.run import fit as fit
 else:

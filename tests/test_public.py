@@ -10,8 +10,8 @@ from colossax import cli
 
 NAMES = {
     "colossax": (
-        "Plan attention boost build_step constrain fit fit_offload linear next_token_loss preset "
-        "use"
+        "Plan attention boost build_step constrain fit fit_offload linear next_token_loss plan "
+        "preset use"
     ),
     "colossax.config": (
         "AttentionConfig BatchConfig Bound BoundPlan ExpertRates ExpertsConfig Float8 FrozenDict "

@@ -143,8 +143,8 @@ def plan_of_a_file(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--plan",
         metavar="FILE",
-        help="a plan as JSON, such as `colossax plan --out` writes, in place of the recipe's;"
-        " --plan.* are put over it",
+        help="a plan as JSON, such as `colossax plan --out` writes, in place of the recipe's, or"
+        " auto: the fastest that fits is found, as `colossax plan` does; --plan.* are put over it",
     )
 
 
@@ -153,7 +153,7 @@ def keeping(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-cache",
         action="store_true",
-        help="compile anew, and keep no compiled programs in the user's cache folder",
+        help="compile anew, and keep nothing of compiled programs in the user's cache folder",
     )
 
 

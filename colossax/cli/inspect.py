@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 
 from colossax.aot import Target, parse_target
+from colossax.cli.found import plan_found, with_plan
 from colossax.cli.options import preset_overrides
 from colossax.cli.output import put, tell
 from colossax.cli.overrides import Override, apply_overrides
@@ -22,6 +23,7 @@ from colossax.planner import (
     largest_microbatch,
     settle_task_for_target,
 )
+from colossax.planner.auto import AUTO
 from colossax.planner.telling import describe, describe_layouts, describe_many
 from colossax.recipes import OwnTask, any_recipe, recipe_from_file
 from colossax.tasks import Task, TrainConfig, task_of
@@ -53,7 +55,7 @@ def run(_verb: str, args: argparse.Namespace, overrides: list[Override]) -> int:
     """Inspect as asked and return the exit code."""
     # What is compiled for is not what is here: a GPU on this machine must not be claimed.
     jax.config.update("jax_platforms", "cpu")
-    if args.plan is not None:
+    if args.plan not in (None, AUTO):
         overrides = [("plan", args.plan), *overrides]
     if args.compare_layouts is not None:
         return _compare_layouts(args, overrides)
@@ -117,7 +119,7 @@ def _asked(args: argparse.Namespace, overrides: list[Override]) -> list[_Asked]:
         _Asked(
             label=" ".join(filter(None, (target.name, dict(changes).get("plan.preset")))),
             target=target,
-            run=_changed(given, changes),
+            run=_changed(given, changes, target if args.plan == AUTO else None),
         )
         for target, changes in itertools.product(
             [
@@ -129,10 +131,13 @@ def _asked(args: argparse.Namespace, overrides: list[Override]) -> list[_Asked]:
     ]
 
 
-def _changed(given: TrainConfig | OwnTask, changes: list[Override]) -> TrainConfig | OwnTask:
-    if isinstance(given, TrainConfig):
-        return apply_overrides(given, changes)
-    return run_as_asked(given, changes)
+def _changed(
+    given: TrainConfig | OwnTask, changes: list[Override], target: Target | None
+) -> TrainConfig | OwnTask:
+    """The run with its values; with a target, and with the fastest plan found for that."""
+    own = isinstance(given, OwnTask)
+    run = run_as_asked(given, changes) if own else apply_overrides(given, changes)
+    return run if target is None else with_plan(run, plan_found(run, changes, target))
 
 
 def _compare_layouts(args: argparse.Namespace, overrides: list[Override]) -> int:

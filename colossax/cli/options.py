@@ -10,6 +10,7 @@ from importlib import resources
 from pathlib import Path
 
 from colossax.cli.arguments import (
+    keeping,
     number,
     plan_of_a_file,
     real,
@@ -71,7 +72,7 @@ def run(verb: str, args: argparse.Namespace, overrides: list[Override]) -> int:
     if verb == "bench" and args.recipe is not None and ":" not in args.recipe:
         apply_overrides(recipe(args.recipe), overrides)
     if verb == "inspect" and args.recipe is not None and ":" not in args.recipe:
-        of_file = [] if args.plan is None else [("plan", args.plan)]
+        of_file = [] if args.plan in (None, "auto") else [("plan", args.plan)]
         for changes in preset_overrides(overrides):
             apply_overrides(recipe(args.recipe), [*of_file, *changes])
     if verb == "plan" and args.recipe is not None and ":" not in args.recipe:
@@ -183,6 +184,7 @@ def _plan(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="name plans by formula alone, which may err by some percent of the memory",
     )
+    keeping(parser)
     parser.add_argument("--out", metavar="FILE", help="write the first plan here, for --plan FILE")
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
     parser.add_argument("--plot", metavar="FILE", help="write a picture (PNG) here")

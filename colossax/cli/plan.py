@@ -9,14 +9,12 @@ from colossax.aot import parse_target
 from colossax.cli.output import put, tell
 from colossax.cli.overrides import Override, apply_overrides
 from colossax.cli.recipes import run_as_asked
-from colossax.config import MESH_AXES, nearest, user_path
+from colossax.config import user_path
 from colossax.errors import InputError
-from colossax.planner.searching import AXES, Answer, Asked, Subject, plan_run
+from colossax.planner.searching import Answer, Subject, asked_of, plan_run
 from colossax.planner.telling import describe_plans
 from colossax.recipes import any_recipe, recipe_from_file
 from colossax.tasks import TrainConfig
-
-_SEARCHED = tuple(axis.value for axis in AXES)
 
 
 def run(_verb: str, args: argparse.Namespace, overrides: list[Override]) -> int:
@@ -55,7 +53,12 @@ def _subject(args: argparse.Namespace, overrides: list[Override]):
     given = any_recipe(args.recipe) if args.config is None else recipe_from_file(args.config)
     if isinstance(given, TrainConfig):
         config = apply_overrides(given, overrides)
-        return Subject.of(config), config.plan, args.target or config.target, config.recipe
+        return (
+            Subject.of(config, fresh=args.no_cache),
+            config.plan,
+            args.target or config.target,
+            config.recipe,
+        )
     own = run_as_asked(given, overrides)
     if args.target is None:
         raise InputError(
@@ -63,54 +66,7 @@ def _subject(args: argparse.Namespace, overrides: list[Override]):
             " --target h100:1x8"
         )
     assert own.config is not None
-    return Subject(task=own.task), own.config.plan, args.target, own.name
-
-
-def asked_of(pins: list[str], forbidden: list[str]) -> Asked:
-    """What `--pin` and `--forbid` ask for.
-
-    Raises:
-        InputError: They name no axis that is searched, or contradict one another.
-    """
-    sizes: dict[str, int] = {}
-    dims: dict[str, tuple[str, ...]] = {}
-    for text in pins:
-        name, equals, value = text.partition("=")
-        if not equals or not name or not value:
-            raise InputError(f"--pin: found '{text}'; write it NAME=VALUE, as tensor=4")
-        if name in sizes or name in dims:
-            raise InputError(f"--pin {name}: is given twice; give it once")
-        if name in MESH_AXES or value.isdecimal():
-            _check_axis(name, "--pin")
-            if not value.isdecimal() or int(value) < 1:
-                raise InputError(f"--pin {name}: found '{value}'; give its size, 1 or more")
-            sizes[name] = int(value)
-        else:
-            axes = tuple(value.split("+"))
-            for axis in axes:
-                _check_axis(axis, f"--pin {name}")
-            dims[name] = axes
-    for axis in forbidden:
-        _check_axis(axis, "--forbid")
-        if sizes.get(axis, 1) > 1:
-            raise InputError(
-                f"--pin {axis}={sizes[axis]} and --forbid {axis} contradict; leave one of them out"
-            )
-        for dim, axes in dims.items():
-            if axis in axes:
-                raise InputError(
-                    f"--pin {dim}={'+'.join(axes)} and --forbid {axis} contradict; leave one of"
-                    " them out"
-                )
-    return Asked(sizes=sizes, forbidden=frozenset(forbidden), dims=dims)
-
-
-def _check_axis(axis: str, where: str) -> None:
-    if axis not in _SEARCHED:
-        raise InputError(
-            f"{where}: '{axis}' is no mesh axis that is searched{nearest(axis, _SEARCHED)}; these"
-            f" are {', '.join(_SEARCHED)}"
-        )
+    return Subject(task=own.task, fresh=args.no_cache), own.config.plan, args.target, own.name
 
 
 def _write(args: argparse.Namespace, answer: Answer) -> None:

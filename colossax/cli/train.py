@@ -28,7 +28,7 @@ from colossax.cli.output import standard_output, tell
 from colossax.cli.overrides import Override, apply_overrides
 from colossax.cli.recipes import list_recipes, run_as_asked
 from colossax.cli.values import described_values, shown
-from colossax.config import bound_of, user_path
+from colossax.config import Plan, bound_of, user_path
 from colossax.errors import InputError
 from colossax.processes import EXIT_CODES, heeded
 from colossax.recipes import (
@@ -43,6 +43,7 @@ from colossax.run import RunFolder
 from colossax.tasks import TrainConfig, train_config_from_json
 
 if TYPE_CHECKING:
+    from colossax.processes import Group
     from colossax.run import RunConfig, Stream
 
 DESCRIPTION = {
@@ -186,6 +187,8 @@ def run(_verb: str, args: argparse.Namespace, overrides: list[Override]) -> int:
                 devices=lambda: choose_devices(args.devices),
                 emit=_emitter(out) if args.json and group.first else None,
             )
+            if args.plan == "auto":
+                config = _planned(config, args, overrides, group)
             if isinstance(config, OwnTask):
                 assert config.config is not None
                 task, how = config.task, config.config
@@ -195,6 +198,30 @@ def run(_verb: str, args: argparse.Namespace, overrides: list[Override]) -> int:
     if outcome.failure is not None:
         return UNFINISHED
     return 0 if outcome.stopped_by is None else EXIT_CODES[outcome.stopped_by]
+
+
+def _planned(
+    config: TrainConfig | OwnTask,
+    args: argparse.Namespace,
+    overrides: list[Override],
+    group: "Group",
+) -> TrainConfig | OwnTask:
+    """The run with the fastest plan for the devices that are there, found by the first process.
+
+    Raises:
+        InputError: There are no GPUs that plans are found for, or nothing fits.
+    """
+    from colossax.cli.found import plan_found, with_plan
+    from colossax.offload import device_memory
+    from colossax.planner.auto import target_here
+
+    def find() -> str:
+        devices = choose_devices(args.devices)
+        memory = device_memory(devices, None)
+        target, fresh = target_here(devices), args.no_cache
+        return plan_found(config, overrides, target, memory=memory, fresh=fresh).to_json()
+
+    return with_plan(config, Plan.from_json(group.from_first(find)))
 
 
 def _begin(config: TrainConfig | OwnTask, args: argparse.Namespace) -> None:
@@ -224,7 +251,7 @@ def configure(args: argparse.Namespace, overrides: list[Override]) -> TrainConfi
         given.append(("init", args.base))
     if args.data is not None:
         given.append(("data.path", args.data))
-    if args.plan is not None:
+    if args.plan not in (None, "auto"):
         given.append(("plan", args.plan))
     given += overrides
     config = _asked(args, before, has_task=written is not None)

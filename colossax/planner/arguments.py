@@ -16,9 +16,17 @@ from colossax.errors import InputError
 from colossax.step.microbatches import ROW_KEYS
 from colossax.step.options import StepOptions
 
+_LOSS = "lambda model, batch: ..."
 
-def check_arguments(make_model: Any, optimizer: Any, loss: Any) -> None:
+
+def check_arguments(make_model: Any, optimizer: Any, loss: Any, verb: str = "boost") -> None:
     """Refuse what is no factory, no optimizer or no loss.
+
+    Args:
+        make_model: See `boost`.
+        optimizer: See `boost`.
+        loss: See `boost`.
+        verb: The function that is called, `boost` or `plan`.
 
     Raises:
         InputError: With the call that was meant.
@@ -27,44 +35,44 @@ def check_arguments(make_model: Any, optimizer: Any, loss: Any) -> None:
         if isinstance(make, nnx.Module):
             name = type(make).__name__
             raise InputError(
-                f"boost: make_model is a {name} that is built already; give what builds it, as"
-                f" boost(lambda rngs: {name}(..., rngs=rngs), ...), so that every array is made"
+                f"{verb}: make_model is a {name} that is built already; give what builds it, as"
+                f" {verb}(lambda rngs: {name}(..., rngs=rngs), ...), so that every array is made"
                 " where it will live"
             )
         if _of_linen(make):
             raise InputError(
-                f"boost: make_model is {_named(make)} of flax.linen; write the model as a module of"
-                " flax.nnx, and give boost(lambda rngs: Model(..., rngs=rngs), ...)"
+                f"{verb}: make_model is {_named(make)} of flax.linen; write the model as a module"
+                f" of flax.nnx, and give {verb}(lambda rngs: Model(..., rngs=rngs), ...)"
             )
         if type(make).__module__.startswith("colossax.models."):
             raise InputError(
-                f"boost: make_model is a {type(make).__name__}; give what builds such a model, as"
-                " boost(colossax.models.maker(config), ...)"
+                f"{verb}: make_model is a {type(make).__name__}; give what builds such a model, as"
+                f" {verb}(colossax.models.maker(config), ...)"
             )
         if not callable(make):
             raise InputError(
-                f"boost: make_model is {_shown(make)}; give a function of rngs that builds the"
-                " model, as boost(lambda rngs: Model(rngs=rngs), ...)"
+                f"{verb}: make_model is {_shown(make)}; give a function of rngs that builds the"
+                f" model, as {verb}(lambda rngs: Model(rngs=rngs), ...)"
             )
         if (taken := _not_taken(make, 1)) is not None:
             raise InputError(
-                f"boost: make_model is called with one argument, rngs, and {_named(make)} takes"
-                f" {taken}; give boost(lambda rngs: ..., ...), which builds the model"
+                f"{verb}: make_model is called with one argument, rngs, and {_named(make)} takes"
+                f" {taken}; give {verb}(lambda rngs: ..., ...), which builds the model"
             )
     if isinstance(loss, optax.GradientTransformation):
         raise InputError(
-            "boost: an optimizer stands in the place of the loss; give them in this order:"
-            " boost(make_model, optimizer, loss, plan)"
+            f"{verb}: an optimizer stands in the place of the loss; give them in this order:"
+            f" {_call(verb)}"
         )
     if not callable(loss):
         raise InputError(
-            f"boost: loss is {_shown(loss)}; give a function of model and batch, as"
-            " boost(make_model, optimizer, lambda model, batch: ..., plan)"
+            f"{verb}: loss is {_shown(loss)}; give a function of model and batch, as"
+            f" {_call(verb, loss=_LOSS)}"
         )
     if (taken := _not_taken(loss, 2, "variables", "key", ROW_KEYS)) is not None:
         raise InputError(
-            f"boost: the loss is called with model and batch, and {_named(loss)} takes {taken};"
-            " give boost(make_model, optimizer, lambda model, batch: ..., plan), or call it first"
+            f"{verb}: the loss is called with model and batch, and {_named(loss)} takes {taken};"
+            f" give {_call(verb, loss=_LOSS)}, or call it first"
             " if it makes a loss"
         )
     of_models = optimizer.values() if isinstance(optimizer, Mapping) else (optimizer,)
@@ -74,9 +82,16 @@ def check_arguments(make_model: Any, optimizer: Any, loss: Any) -> None:
             rate = one if isinstance(one, int | float) else 1e-3
             shown = _shown_of_optax(one) if callable(one) else _shown(one)
             raise InputError(
-                f"boost: optimizer is {shown}; give a transformation, as"
-                f" boost(make_model, optax.adamw({rate}), loss, plan)"
+                f"{verb}: optimizer is {shown}; give a transformation, as"
+                f" {_call(verb, optimizer=f'optax.adamw({rate})')}"
             )
+
+
+def _call(verb: str, *, optimizer: str = "optimizer", loss: str = "loss") -> str:
+    """The call that was meant, with its arguments in their order."""
+    if verb == "plan":
+        return f"plan(make_model, {loss}, {optimizer}, batch, target)"
+    return f"{verb}(make_model, {optimizer}, {loss}, plan)"
 
 
 def check_placing(devices: Any, seed: Any) -> None:
@@ -95,8 +110,8 @@ def check_placing(devices: Any, seed: Any) -> None:
         raise InputError(f"boost: seed is {_shown(seed)}; give a whole number, as seed=0")
 
 
-def step_options(options: Mapping[str, Any]) -> StepOptions:
-    """Keywords of `boost` as options of a step.
+def step_options(options: Mapping[str, Any], verb: str = "boost") -> StepOptions:
+    """Keywords of `boost`, or of another function, as options of a step.
 
     Raises:
         InputError: There is none of that name, or it is given another thing.
@@ -104,7 +119,7 @@ def step_options(options: Mapping[str, Any]) -> StepOptions:
     names = [field.name for field in dataclasses.fields(StepOptions)]
     for name in options:
         if name not in names:
-            raise InputError(f"boost: no option is called '{name}'{nearest(name, names)}")
+            raise InputError(f"{verb}: no option is called '{name}'{nearest(name, names)}")
     return StepOptions(**options)
 
 

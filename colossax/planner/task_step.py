@@ -53,5 +53,6 @@ def _facts(task: Task, devices: Sequence[jax.Device], *, disk: Path | None = Non
         loss=task.loss,
         options=dataclasses.replace(task.options, shapes=task.shapes, disk=disk),
         devices=devices,
+        dims=task.dims,
         recipe=task.name,
     )

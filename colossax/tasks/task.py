@@ -9,7 +9,7 @@ import jax
 
 from colossax.config import Plan, to_json
 from colossax.errors import InputError
-from colossax.nn import MakeModels
+from colossax.nn import GivenDims, MakeModels
 from colossax.optim import Optimizer
 from colossax.step.loss import Loss
 from colossax.step.options import StepOptions
@@ -109,6 +109,7 @@ class Task:
             0: not known, and no MFU is told.
         flops_formula: How they are counted, for people.
         options: Of the step beside its batch's shapes and its disk.
+        dims: Names of parameters' dims; see `boost`.
         unit: Of the loss, for people.
         baselines: Numbers to hold metrics against, drawn as lines and part of the final record.
         identity: What decides the losses step by step, as JSON: a run is not resumed as another.
@@ -134,6 +135,7 @@ class Task:
     counted: str = "tokens"
     flops_formula: str = ""
     options: StepOptions = StepOptions()
+    dims: GivenDims | None = None
     unit: str = ""
     baselines: Callable[[], Mapping[str, float]] = dict
     identity: Callable[[], dict[str, Any]] = dict

@@ -57,13 +57,21 @@ def compiled_task(task: Task, plan: Plan, target: Target) -> tuple[Step, Program
             "plan.pipeline.cuts: stages have programs of their own, and one for all of them is"
             " wanted here; leave the cuts out, or inspect the run (inspect_task)"
         )
-    with choosing_for(target):
-        step = task_step(task, settled, island_devices(settled.plan, target))
-        batch = step.abstract_batch(task.shapes)
-        traced = step.jitted.trace(step.abstract, batch)
-        lowered = traced.lower()
+    step, traced, lowered = lowered_task(task, settled, target)
     program = compile_program(lowered, options=compiler_options(step.bound))
     return step, program, traced.jaxpr
+
+
+def lowered_task(task: Task, settled: Settled, target: Target) -> tuple[Step, Any, Any]:
+    """A task's step, traced for a target and as the compiler would get it.
+
+    Raises:
+        PlanError: Model, batch or devices do not fit the plan.
+    """
+    with choosing_for(target):
+        step = task_step(task, settled, island_devices(settled.plan, target))
+        traced = step.jitted.trace(step.abstract, step.abstract_batch(task.shapes))
+        return step, traced, traced.lower()
 
 
 def has_stage_programs(plan: Plan, target: Target) -> bool:

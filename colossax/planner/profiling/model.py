@@ -26,6 +26,7 @@ from colossax.planner.profiling.traced import TracedLayer, traced
 from colossax.planner.task_step import task_step
 from colossax.sharding import in_order, use
 from colossax.step.gradients.accumulate import objective
+from colossax.step.loss import SCALAR
 from colossax.step.microbatches import Weighing, batch_dims
 from colossax.step.step import Step
 from colossax.tasks import Task
@@ -65,6 +66,8 @@ class ModelProfile:
         ends_flops: Forward, for the tokens that were traced: of what stands outside of layers.
         ends_passes: How often those are done: 3 times, and where nothing of it learns twice.
         pair_flops: Likewise of attention between tokens.
+        whole: Whether a global batch is one microbatch: the loss compares its rows with each other,
+            or gives one number, of which it is not known what each microbatch counts.
     """
 
     infos: tuple[ParamInfo, ...]
@@ -76,6 +79,7 @@ class ModelProfile:
     ends_flops: float
     ends_passes: int
     pair_flops: float
+    whole: bool = False
 
     @functools.cached_property
     def maps_flops(self) -> float:
@@ -116,7 +120,7 @@ def profile_task(task: Task, plan: Plan, target: Target) -> ModelProfile:
     dims = batch_dims(dict(task.shapes), task.options.batch_dims)
     one_row = _one_row(task, dims)
     with choosing_for(target):
-        step, kinds, ends = _traced_kinds(one_row, bare(plan))
+        step, kinds, ends, whole = _traced_kinds(one_row, bare(plan))
         # Kernels do not say their FLOPs.
         pairs = sum((kind.calls * kind.traced.other_flops for kind in kinds), 0.0)
         learns = tuple(bool(learns) for learns in jax.tree.leaves(step.trainable))
@@ -126,7 +130,7 @@ def profile_task(task: Task, plan: Plan, target: Target) -> ModelProfile:
             pairs = max(0.0, (task.flops / _rows(task, dims) - others) / 3)
         elif any(kind.traced.opaque for kind in kinds):
             written = bare(plan).replace(attention=AttentionConfig(kernel="reference"))
-            _, anew, _ = _traced_kinds(one_row, written)
+            _, anew, _, _ = _traced_kinds(one_row, written)
             pairs = sum((kind.calls * kind.traced.other_flops for kind in anew), 0.0)
     infos = tuple(jax.tree.leaves(step.spec.infos))
     return ModelProfile(
@@ -139,6 +143,7 @@ def profile_task(task: Task, plan: Plan, target: Target) -> ModelProfile:
         ends_flops=ends,
         ends_passes=ends_passes,
         pair_flops=pairs,
+        whole=whole,
     )
 
 
@@ -155,15 +160,19 @@ def bare(plan: Plan) -> Plan:
     )
 
 
-def _traced_kinds(task: Task, plan: Plan) -> tuple[Step, tuple[LayerKind, ...], float]:
-    """The step, kinds of layers, and FLOPs of what stands outside of them, forward."""
+def _traced_kinds(task: Task, plan: Plan) -> tuple[Step, tuple[LayerKind, ...], float, bool]:
+    """The step, kinds of layers, FLOPs of what stands outside of them, forward, and whether a
+    batch is one microbatch."""
     step, recorder = task_step(task, plan, jax.devices()[:1]), Recorder()
+    call, terms = step.loss_call, set[str]()
     state, found = step.abstract, list[Any]()
     shapes = dict(step.options.shapes or {})
     jax.eval_shape(lambda batch: found.append(step.batches.in_order(batch)[1]), shapes)
 
     def loss(params: Any, variables: Any, batch: Any, key: Any) -> Any:
-        return objective(*step.loss_call(params, batch, variables, key), Weighing())[0]
+        given = call(params, batch, variables, key)
+        terms.update(given[0])
+        return objective(*given, Weighing())[0]
 
     args = (state["params"], state["variables"], shapes, jax.eval_shape(lambda: jax.random.key(0)))
     with use(step.bound), in_order(found[0]):
@@ -172,7 +181,7 @@ def _traced_kinds(task: Task, plan: Plan) -> tuple[Step, tuple[LayerKind, ...], 
         infos = jax.tree.leaves(step.spec.infos)
         kinds = tuple(_kind(run, infos) for run in recorder.runs)
     layers = sum((kind.calls * kind.traced.counted_flops for kind in kinds), 0.0)
-    return step, kinds, whole - layers
+    return step, kinds, whole - layers, call.whole_batch or SCALAR in terms
 
 
 def _kind(run: RecordedRun, infos: Sequence[ParamInfo]) -> LayerKind:

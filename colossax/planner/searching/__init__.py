@@ -2,6 +2,8 @@
 
 from .asked import Asked as Asked
 from .meshes import AXES as AXES
+from .own import plan as plan
+from .pins import asked_of as asked_of
 from .planned import Answer as Answer
 from .planned import Planned as Planned
 from .planned import plan_run as plan_run

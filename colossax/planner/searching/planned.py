@@ -92,7 +92,7 @@ class Answer:
     Attributes:
         plans: The fastest first; all fit.
         scored: How many were scored by formula.
-        compiled: How many programs were compiled.
+        compiled: How many programs were compiled, those of earlier searches left out.
         room: Bytes of a device that a plan might take.
     """
 
@@ -100,6 +100,11 @@ class Answer:
     scored: int
     compiled: int
     room: float
+
+    @property
+    def best(self) -> Plan:
+        """The fastest."""
+        return self.plans[0].plan
 
 
 def plan_run(
@@ -239,7 +244,10 @@ class _Proving:
             self._tell(f"compiling {'; '.join(one.label for one in candidates)}")
         plans = [one.plan for one in candidates]
         found = compiled(self._subject, plans, self._target, self._workers)
-        self.compiled += sum("refused" not in one for one in found)
+        now = [one for one in found if not one.get("kept")]
+        self.compiled += sum("refused" not in one for one in now)
+        if len(now) < len(found):
+            self._tell(f"{len(found) - len(now)} of them were compiled before, and are not again")
         self.tried += len(found)
         refusals = [one["refused"] for one in found if "refused" in one]
         self.refusal = refusals[-1] if refusals else self.refusal

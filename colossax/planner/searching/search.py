@@ -185,7 +185,7 @@ def _best(mesh: OnMesh, chunks: int, room: float) -> tuple[_Scored | None, _Scor
     """The fastest that fits on one mesh, that which needs least, and how many were scored."""
     best = least = None
     scored = 0
-    every, policies = divisors(mesh.rows), _policies(mesh)
+    every, policies = divisors(mesh.rows)[-mesh.profile.whole :], _policies(mesh)
     for rows in every:
         fitting = False
         for pieces in sorted({chunks, *_CHUNKS}):

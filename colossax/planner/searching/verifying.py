@@ -15,6 +15,7 @@ from colossax.config import Plan
 from colossax.errors import InputError, PlanError
 from colossax.planner.counting.compiled import usable_bytes
 from colossax.planner.counting.inspection import inspect_task
+from colossax.planner.searching.kept import entry_of, keep, kept
 from colossax.planner.searching.seconds import Seconds
 from colossax.tasks import Task, TrainConfig, task_of
 from colossax.tasks.config import train_config_to_json
@@ -30,15 +31,17 @@ class Subject:
     Attributes:
         task: As it is trained.
         config: The run, where it is one of the library's: those can be compiled in processes.
+        fresh: Whether all is compiled anew, and nothing kept for the next search.
     """
 
     task: Task
     config: TrainConfig | None = None
+    fresh: bool = False
 
     @classmethod
-    def of(cls, config: TrainConfig) -> "Subject":
+    def of(cls, config: TrainConfig, *, fresh: bool = False) -> "Subject":
         """A run of the library."""
-        return cls(task=task_of(config), config=config)
+        return cls(task=task_of(config), config=config, fresh=fresh)
 
 
 def compiled(
@@ -46,14 +49,45 @@ def compiled(
 ) -> list[Compiled]:
     """What compiled programs say of plans.
 
+    Of those that were compiled by an earlier search it is read, with `kept` true, unless the
+    subject asks for fresh ones.
+
     Args:
         subject: What is planned.
         plans: Settled.
         target: What for.
         processes: At most so many at once; 1, or a task of one's own: in this one.
 
-    Cost: a compilation of each.
+    Cost: a compilation of each that is not kept.
     """
+    entries = [_entry(subject, plan, target) for plan in plans]
+    found = [None if entry is None else kept(entry) for entry in entries]
+    new = [plan for plan, one in zip(plans, found, strict=True) if one is None]
+    compiled_now = iter(_compiled(subject, new, target, processes))
+    answers: list[Compiled] = []
+    for entry, one in zip(entries, found, strict=True):
+        if one is not None:
+            answers.append({**one, "kept": True})
+            continue
+        answers.append(next(compiled_now))
+        if entry is not None and "refused" not in answers[-1]:
+            keep(entry, answers[-1])
+    return answers
+
+
+def _entry(subject: Subject, plan: Plan, target: Target) -> Path | None:
+    """Where a plan's program is kept; None where it is not, as of a plan that will be refused."""
+    if subject.fresh:
+        return None
+    try:
+        return entry_of(subject.task, subject.config, plan, target)
+    except PlanError:
+        return None
+
+
+def _compiled(
+    subject: Subject, plans: Sequence[Plan], target: Target, processes: int
+) -> list[Compiled]:
     if subject.config is None or processes < 2 or len(plans) < 2:
         return [_here(subject.task, plan, target) for plan in plans]
     configs = [subject.config.replace(plan=plan) for plan in plans]

@@ -31,6 +31,16 @@ def describe_plans(title: str, answer: Answer, out: str | None) -> str:
     return "\n".join(rows) + "\n"
 
 
+def found_words(answer: Answer) -> str:
+    """The first plan in a line, with what it takes."""
+    first = answer.plans[0]
+    source = "by formula" if first.found is None else "compiled"
+    return (
+        f"{words(first)}; {_time(first.seconds.total)} a step by formula,"
+        f" {_size(first.total_bytes)} {source} of {answer.room / _GIB:.1f} GiB that a step may take"
+    )
+
+
 def _memory(one: Planned, room: float) -> str:
     room_told = f"of {room / _GIB:.1f} GiB that a step may take"
     if one.found is None:

@@ -1,0 +1,114 @@
+"""`plan`: the fastest plan for a user's own parts."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+
+from colossax.aot import Target, parse_target
+from colossax.config import Plan
+from colossax.errors import InputError
+from colossax.nn import GivenDims, MakeModels
+from colossax.optim import Optimizer
+from colossax.planner.arguments import check_arguments, step_options
+from colossax.planner.searching.pins import asked_of
+from colossax.planner.searching.planned import Answer, plan_run
+from colossax.planner.searching.verifying import Subject, Tell
+from colossax.step.loss import Loss
+from colossax.tasks import Task
+
+
+def plan(
+    make_model: MakeModels,
+    loss: Loss,
+    optimizer: Optimizer,
+    batch: Mapping[str, Any],
+    target: Target | str,
+    *,
+    given: Plan | None = None,
+    pins: Iterable[str] = (),
+    forbidden: Iterable[str] = (),
+    top: int = 3,
+    verify: bool = True,
+    device_gb: float | None = None,
+    dims: GivenDims | None = None,
+    fresh: bool = False,
+    tell: Tell = lambda _: None,
+    **options: Any,
+) -> Answer:
+    """The fastest plans for a model of one's own that fit GPUs that need not be there.
+
+    `boost(make_model, optimizer, loss, plan(make_model, loss, optimizer, batch, target).best)`
+    trains by the first of them. Nothing is run or allocated.
+
+    Args:
+        make_model: See `boost`. Only models whose layers are a `LayerStack` keep parts of layers;
+            of others each microbatch keeps all that its backward pass needs.
+        loss: See `boost`. Of one that gives a single number, and of one marked `whole_batch`, a
+            global batch is one microbatch.
+        optimizer: See `boost`.
+        batch: A global batch, or its shapes.
+        target: As `aot.parse_target` reads it, such as `h100:1x8`.
+        given: Precision, kernels and all that is not searched; default `Plan()`.
+        pins: What is to hold: a mesh axis and its size, `tensor=4`, or a dim of parameters and the
+            axes that split it, `embed=fsdp`.
+        forbidden: Mesh axes that are left out.
+        top: How many plans to compile and name.
+        verify: Whether they are compiled; else formulas alone speak.
+        device_gb: Budget of a device in 1e9 bytes; default what a step may take of its memory.
+        dims: See `boost`.
+        fresh: Compile what an earlier search compiled too, and keep nothing.
+        tell: Called with lines of progress.
+        **options: Fields of `StepOptions`, but for `shapes` and `disk`.
+
+    Raises:
+        PlanError: See `plan_run`.
+        InputError: An argument is another thing, with the call that was meant; see `plan_run`.
+
+    Cost: a trace of the model, a second or two for formulas, and a compilation of each plan that is
+    looked at, one after another; what an earlier search compiled is read from the cache folder.
+    """
+    check_arguments(make_model, optimizer, loss, "plan")
+    for name in ("shapes", "disk"):
+        if name in options:
+            raise InputError(
+                f"plan: {name} is no option here; the batch says what its shapes are, and disks are"
+                " not searched"
+            )
+    task = Task(
+        name=getattr(make_model, "__name__", "model"),
+        make_model=make_model,
+        optimizer=optimizer,
+        loss=loss,
+        shapes=_shapes(batch),
+        batches=(),
+        tokens=0,
+        flops=0,
+        options=step_options(options, "plan"),
+        dims=dims,
+    )
+    return plan_run(
+        Subject(task=task, fresh=fresh),
+        Plan() if given is None else given,
+        parse_target(target) if isinstance(target, str) else target,
+        asked=asked_of(pins, forbidden),
+        top=top,
+        verify=verify,
+        device_gb=device_gb,
+        tell=tell,
+    )
+
+
+def _shapes(batch: Any) -> dict[str, jax.ShapeDtypeStruct]:
+    """Of a batch's arrays.
+
+    Raises:
+        InputError: They are not arrays by name.
+    """
+    leaves = batch.values() if isinstance(batch, Mapping) else ()
+    if not leaves or not all(hasattr(x, "shape") and hasattr(x, "dtype") for x in leaves):
+        raise InputError(
+            f"plan: batch is a {type(batch).__name__} of other things than arrays; give a global"
+            ' batch, or its shapes, as {"x": jax.ShapeDtypeStruct((64, 128), jnp.float32)}'
+        )
+    return jax.eval_shape(lambda arrays: arrays, dict(batch))

@@ -1,0 +1,164 @@
+"""`colossax.plan`: plans for models of one's own."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import colossax
+from colossax.aot import parse_target
+from colossax.errors import InputError, PlanError
+from colossax.planner.arguments import check_arguments
+from colossax.planner.profiling import profile_task
+from colossax.planner.searching.parts import Parts, abstract
+from colossax.planner.searching.search import search
+from colossax.recipes import recipe
+from colossax.tasks import task_of
+
+
+class Tagger(nnx.Module):
+    """Plain Flax: no base class, no annotation, no layer stack."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.words = nnx.Embed(128, 32, rngs=rngs)
+        self.attn = nnx.MultiHeadAttention(4, 32, use_bias=False, decode=False, rngs=rngs)
+        self.up = nnx.Linear(32, 64, rngs=rngs)
+        self.down = nnx.Linear(64, 32, rngs=rngs)
+        self.tags = nnx.Linear(32, 8, rngs=rngs)
+
+    def __call__(self, words):
+        x = self.words(words)
+        x = x + self.attn(x)
+        return self.tags(x + self.down(nnx.gelu(self.up(x))))
+
+
+def mean(model, batch):
+    logits = model(batch["words"])
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["tags"]).mean()
+
+
+def total(model, batch):
+    """The same, as a total and its weight."""
+    logits = model(batch["words"])
+    each = optax.softmax_cross_entropy_with_integer_labels(logits, batch["tags"])
+    return {"tags": (jnp.sum(each), jnp.float32(each.size), 1.0)}, {}
+
+
+OPTIMIZER = optax.adamw(1e-3)
+
+
+def batch(rows=16):
+    random = np.random.default_rng(0)
+    return {
+        "words": random.integers(0, 128, (rows, 32)).astype(np.int32),
+        "tags": random.integers(0, 8, (rows, 32)).astype(np.int32),
+    }
+
+
+def planned(loss=total, **changes):
+    given = {"batch": batch(), "target": "h100:1x8", "verify": False, **changes}
+    return colossax.plan(Tagger, loss, OPTIMIZER, **given)
+
+
+@pytest.mark.parametrize("pins", [(), ("tensor=2", "fsdp=4")])
+def test_a_plan_found_for_eight_gpus_trains_on_eight_devices_as_on_one(pins):
+    answer = planned(pins=pins)
+    assert answer.best == answer.plans[0].plan
+    state, step = colossax.boost(Tagger, OPTIMIZER, total, answer.best)
+    alone, one = colossax.boost(Tagger, OPTIMIZER, total, "zero3", devices=jax.devices()[:1])
+    for _ in range(2):
+        state, metrics = step(state, batch())
+        alone, truth = one(alone, batch())
+        np.testing.assert_allclose(metrics["loss"], truth["loss"], rtol=1e-5)
+    for pin in pins:
+        axis, size = pin.split("=")
+        assert answer.best.mesh[axis] == int(size)
+
+
+@pytest.mark.catches("one-number-in-microbatches")
+def test_a_batch_whose_loss_cannot_be_cut_is_one_microbatch():
+    config, target = recipe("llama_tiny"), parse_target("h100:1x2")
+    profile = profile_task(task_of(config), config.plan, target)
+    assert not profile.whole
+    least = search(profile, config.plan, target, room=1.0).smallest
+    room = 1.1 * least.predicted.bytes.total
+    assert least.plan.batch.microbatch < rows_of_each(least.plan, profile.rows)
+    whole = dataclasses.replace(profile, whole=True)
+    assert not search(whole, config.plan, target, room=room).candidates
+    for one in search(whole, config.plan, target, room=1e9).candidates:
+        assert one.plan.batch.microbatch == rows_of_each(one.plan, profile.rows)
+
+
+def test_a_loss_of_one_number_has_one_microbatch():
+    answer = planned(mean)
+    for one in answer.plans:
+        assert one.plan.batch.microbatch == rows_of_each(one.plan, 16)
+    state, step = colossax.boost(Tagger, OPTIMIZER, mean, answer.best)
+    assert np.isfinite(step(state, batch())[1]["loss"])
+
+
+def rows_of_each(plan, rows):
+    return rows // Parts(abstract(plan, math.prod(plan.mesh.values()))).size(("data", "fsdp"))
+
+
+def test_names_of_dims_that_are_given_are_searched_by():
+    mine = {r"up/kernel$": ("mlp", "embed"), r"down/kernel$": (None, None)}
+    answer = planned(dims=mine, pins=("fsdp=8", "embed=fsdp"))
+    plain = planned(pins=("fsdp=8", "embed=fsdp"))
+    # What is not split any more lies whole on each device: in float32, with two moments.
+    more = 3 * 4 * 64 * 32 * (1 - 1 / 8)
+    found = [one.plans[0].candidate.predicted.bytes.states for one in (answer, plain)]
+    assert found[0] - found[1] == pytest.approx(more)
+
+
+def test_shapes_do_for_a_batch():
+    shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in batch().items()}
+    assert planned(batch=shapes).best == planned().best
+
+
+def test_what_is_given_stays():
+    given = colossax.Plan(precision=colossax.config.Precision(compute="bfloat16"))
+    assert planned(given=given).best.precision == given.precision
+    axes = {axis for one in planned(forbidden=("data",)).plans for axis in one.plan.mesh}
+    assert axes <= {"fsdp", "tensor"}
+
+
+@pytest.mark.catches("arguments-unchecked")
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"batch": {}}, "plan: batch is a dict of other things than arrays"),
+        ({"batch": {"words": 3}}, "plan: batch is a dict of other things than arrays"),
+        ({"shapes": batch()}, "plan: shapes is no option here; the batch says"),
+        ({"clip": 1.0}, "plan: no option is called 'clip'"),
+        ({"target": "h100"}, "target 'h100': write GPU:NODESxGPUS"),
+        ({"pins": ("tenso=2",)}, "--pin: 'tenso' is no mesh axis that is searched"),
+        ({"dims": {r"^nothing": ("embed",)}}, "nothing"),
+    ],
+)
+def test_refusals_name_what_was_meant(changes, said):
+    with pytest.raises(InputError, match=said):
+        planned(**changes)
+
+
+def test_the_order_of_arguments_is_told():
+    with pytest.raises(InputError, match=r": plan\(make_model, loss, optimizer, batch, target\)"):
+        check_arguments(Tagger, OPTIMIZER, OPTIMIZER, "plan")
+    with pytest.raises(InputError, match=r"as plan\(make_model, loss, optax.adamw\(3\), batch, t"):
+        check_arguments(Tagger, 3, total, "plan")
+
+
+def test_a_model_that_is_built_already_is_refused():
+    with pytest.raises(InputError, match=r"plan: make_model is a Tagger that is built already"):
+        colossax.plan(Tagger(nnx.Rngs(0)), total, OPTIMIZER, batch(), "h100:1x8")
+
+
+def test_host_memory_is_refused():
+    given = colossax.Plan(offload=dataclasses.replace(colossax.Plan().offload, optimizer=1.0))
+    with pytest.raises(PlanError, match="host memory is not searched yet"):
+        planned(given=given)
