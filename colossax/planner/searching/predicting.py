@@ -179,14 +179,21 @@ class OnMesh:
         )
         return flops / self.rates.matmuls
 
-    def bytes(self, rows: int, kept: float, vocab_chunks: int) -> Bytes:
-        """Of a device, with what a chunk's layers keep of a microbatch."""
+    def bytes(self, rows: int, kept: float, vocab_chunks: int, named: float = 0.0) -> Bytes:
+        """Of a device.
+
+        Args:
+            rows: Of a microbatch.
+            kept: What a chunk's layers keep of it.
+            vocab_chunks: Of the loss.
+            named: Of `kept` all but the layers' inputs. Stages take it out of its slot whole.
+        """
         tokens, microbatches = self.tokens(rows), self.rows // rows
         return bytes_of(
             self.stored,
             self._tensor,
             tokens,
-            self.stages.slots(microbatches) * kept,
+            self.stages.slots(microbatches) * kept + (self.stages.count > 1) * named,
             vocab_chunks,
             several=microbatches > 1,
             stages=self.stages,
@@ -197,10 +204,13 @@ class OnMesh:
         one chunk where there are stages."""
         tokens, microbatches = self.tokens(rows), self.rows // rows
         runs = self.stages.runs(microbatches) / microbatches
-        kept = compute = 0.0
+        kept = named = compute = 0.0
         for number, each in enumerate(policies):
+            inputs = self.kept(number, frozenset(), tokens)
             for count, names in each:
-                kept += count * self.kept(number, names, tokens)
+                own = self.kept(number, names, tokens)
+                kept += count * own
+                named += count * (own - inputs)
                 compute += count * self.compute(number, names, tokens)
         layers, ends = tokens_sent(self.profile, self.parts, self._widths, tokens, policies)
         gathered, once = self._weights_sent(microbatches)
@@ -216,7 +226,7 @@ class OnMesh:
         )
         compute = runs * compute + self.ends(tokens)
         return Prediction(
-            bytes=self.bytes(rows, kept, vocab_chunks),
+            bytes=self.bytes(rows, kept, vocab_chunks, named),
             seconds=Seconds(
                 compute=microbatches * compute,
                 waited=waited,

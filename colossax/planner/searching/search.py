@@ -216,7 +216,7 @@ def _scored(
     mesh: OnMesh, policies: Sequence[Policy], rows: int, chunks: int, room: float
 ) -> _Scored:
     left = room - mesh.bytes(rows, 0.0, chunks).total
-    mix = _mix(mesh, policies, left / rows / mesh.stages.slots(mesh.rows // rows))
+    mix = _mix(mesh, policies, left / rows, mesh.stages.slots(mesh.rows // rows))
     ideal = min((one.seconds for one in policies), default=0.0)
     ideal_names = {one.names for one in policies if one.seconds <= ideal}
     predicted = mesh.predicted(rows, mix, chunks)
@@ -246,19 +246,28 @@ def _policies(mesh: OnMesh) -> list[Policy]:
     ]
 
 
-def _mix(mesh: OnMesh, policies: Sequence[Policy], left: float) -> Policies:
-    """What layers keep with so many bytes for a row; where nothing fits, their inputs alone."""
+def _mix(mesh: OnMesh, policies: Sequence[Policy], left: float, slots: int) -> Policies:
+    """What layers keep with so many bytes for a row; where nothing fits, their inputs alone.
+
+    Stages keep it in slots, and take what has names out of one whole.
+    """
     kinds, share = mesh.profile.kinds, mesh.stages.share
     full = [[(kind.calls // share, frozenset[str]())] for kind in kinds]
+    inputs = min((one.bytes for one in policies), default=0.0)
+    one_more = mesh.stages.count > 1
+    held = [
+        dataclasses.replace(one, bytes=slots * one.bytes + one_more * (one.bytes - inputs))
+        for one in policies
+    ]
     if len(kinds) == 1 and kinds[0].group == 1:
         layers = kinds[0].calls // share
         each = [
             dataclasses.replace(one, seconds=one.seconds / layers, bytes=one.bytes / layers)
-            for one in policies
+            for one in held
         ]
         mix = fastest_mix(each, layers, left)
         return full if mix is None else [[(count, one.names) for count, one in mix]]
-    fitting = [one for one in policies if one.bytes <= left]
+    fitting = [one for one in held if one.bytes <= left]
     if not fitting:
         return full
     chosen = min(fitting, key=lambda one: one.seconds)

@@ -165,7 +165,8 @@ def _weights(
         wide = compute if matrix else 4
         looked_up = _table(info)
         if looked_up and info.dims[-1] == TABLE_WIDTH:
-            gathered = scattered = ()  # its rows go to where they are wanted
+            gathered = ()  # its rows go to where they are wanted
+            scattered = scattered if once else ()
         if n := parts.size(gathered) - 1:
             sent = n / (n + 1) * numbers
             found.append(_sent("all-gather", gathered, passes * sent * wide, passes, True))
@@ -310,24 +311,27 @@ def _experts(
 def _ends(profile: ModelProfile, parts: Parts, tokens: Tokens) -> list[Sent]:
     """Rows of tables, and what stands behind the layers."""
     found = []
+    once, stages = parts.bound.plan.batch.reduce_once, parts.size((MeshAxis.STAGE.value,))
     wide = np.dtype(parts.bound.plan.precision.compute).itemsize
     for at in profile.outside:
         info = profile.infos[at]
         if not _table(info):
             continue
-        for role in ("params", "gradients"):
-            axes = parts.axes(role, info.dims, info.shape)
-            axes = tuple(axis for axis in axes if axis in parts.split)
+        for role in ("params",) if once else ("params", "gradients"):
+            split = parts.axes(role, info.dims, info.shape)
+            axes = tuple(axis for axis in split if axis in parts.split)
             if (n := parts.size(axes)) > 1:
-                moved = (n - 1) / n * tokens.held * info.shape[-1] * wide
+                # Each stage has a part of the width.
+                width = info.shape[-1] / (stages if MeshAxis.STAGE in split else 1)
+                moved = (n - 1) / n * tokens.held * width * wide
                 found.append(_sent("all-to-all", axes, moved, 1, False))
     t = parts.size((MeshAxis.TENSOR.value,))
     if t > 1 and profile.kinds:
         width = profile.kinds[0].traced.kept[0].shape[-1]
         moved = (t - 1) / t * tokens.inside * width * wide
         axis = (MeshAxis.TENSOR.value,)
-        found.append(_sent("all-gather", axis, 2 * moved, 2, False))
-        found.append(_sent("reduce-scatter", axis, moved, 1, False))
+        found.append(_sent("all-gather", axis, (1 + 1 / stages) * moved, 2, False))
+        found.append(_sent("reduce-scatter", axis, moved / stages, 1, False))
         found.append(_sent("all-reduce", axis, 4 * moved, 2, False))
     return found
 

@@ -82,9 +82,9 @@ def stages_sent(
     microbatches of a step.
 
     In every run hidden states go on, forward, and their gradients back. Of each microbatch the last
-    stage's output and the first one's gradient go to all; of a table that stages share, what is
-    looked up is gathered, in every run where stages have several chunks, and the gradient of what
-    the head reads is summed.
+    stage's output goes to all, and the gradient of what the head reads is summed; what is looked up
+    in a table that they share is gathered, and its gradient goes to all, of every run where stages
+    have several chunks.
     """
     if stages.count == 1:
         return []
@@ -95,7 +95,7 @@ def stages_sent(
     looked_up = 1.0 if stages.chunks == 1 else runs
     found = [
         Sent("collective-permute", axes, 2 * runs * held, 2 * runs, False),
-        Sent("collective-broadcast", axes, 2 * held, 2, False),
+        Sent("collective-broadcast", axes, (1 + looked_up) * held, 1 + looked_up, False),
     ]
     if profile.vocab:
         found += [
