@@ -192,7 +192,7 @@ def _plan(parser: argparse.ArgumentParser) -> None:
         "any value of the recipe, by its dotted name:\n"
         "  --data.seq_len 4096   --data.global_batch 64   --plan.precision.compute bfloat16\n"
         "What is searched is found whatever --plan.* says of it: mesh, rules, microbatch, remat,\n"
-        "chunks of the loss; stages, tensor layouts and batch.reduce_once are as by default."
+        "chunks of the loss, stages and batch.reduce_once; tensor layouts are as by default."
     )
 
 
