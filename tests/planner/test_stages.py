@@ -27,11 +27,16 @@ NODE = parse_target("h100:1x8")
 SENT = {"seconds": 0.5, "exposed_s": 0.1}
 
 
+def read(name):
+    """A recipe and its profile."""
+    config = recipe(name)
+    return config, profile_task(task_of(config), config.plan, NODE)
+
+
 @pytest.fixture(scope="module")
 def llama():
     """Llama 3 8B, read once."""
-    config = recipe("llama3_8b")
-    return config, profile_task(task_of(config), config.plan, NODE)
+    return read("llama3_8b")
 
 
 @pytest.mark.catches("interleaved-without-a-bubble")
@@ -62,16 +67,17 @@ def test_the_fastest_are_kept():
 @pytest.mark.catches("bound-with-one-row-at-a-time")
 @pytest.mark.catches("bound-on-the-slow-link")
 @pytest.mark.parametrize(
-    ("rows", "target"),
+    ("name", "rows", "target"),
     [
-        (8, "h100:2x4"),
-        pytest.param(64, "h100:1x8", marks=pytest.mark.sweep),
-        pytest.param(64, "h100:4x4", marks=pytest.mark.sweep),
-        pytest.param(24, "a100_80:3x8", marks=pytest.mark.sweep),
+        ("llama3_8b", 8, "h100:2x4"),
+        pytest.param("llama3_8b", 64, "h100:1x8", marks=pytest.mark.sweep),
+        pytest.param("llama3_8b", 64, "h100:4x4", marks=pytest.mark.sweep),
+        pytest.param("llama3_8b", 24, "a100_80:3x8", marks=pytest.mark.sweep),
+        pytest.param("moe_tiny", 32, "h100:2x4", marks=pytest.mark.sweep),
     ],
 )
-def test_what_is_not_scored_could_not_be_among_the_fastest(llama, rows, target):
-    config, profile = llama
+def test_what_is_not_scored_could_not_be_among_the_fastest(llama, name, rows, target):
+    config, profile = llama if name == "llama3_8b" else read(name)
     profile, target = dataclasses.replace(profile, rows=rows), parse_target(target)
     every = search(profile, config.plan, target, room=60e9, count=10**9)
     few = search(profile, config.plan, target, room=60e9, count=12)

@@ -1,9 +1,9 @@
 """Seconds that a way to run needs at least, so that few of many have to be scored.
 
-What no plan does without: matmuls forward and backward on all devices, nothing recomputed, as often
-as stages run them with one row of each device at a time; weights of layers gathered and their
-gradients summed so often, those of experts left out; what stages hand on; and of matmuls that are
-split, messages that are waited for, as they were found on a mesh that splits them likewise.
+What no plan does without: matmuls forward and backward on all devices, recomputed as little as any
+policy does, as often as stages run them; weights of layers gathered and their gradients summed so
+often; what stages hand on; and what layers send for their tokens, as it was found on a mesh that
+splits them likewise.
 """
 
 import functools
@@ -22,7 +22,7 @@ from colossax.planner.searching.seconds import Rates, Seconds
 from colossax.planner.searching.stages import Stages
 
 _TOKENS = (MeshAxis.DATA, MeshAxis.FSDP, MeshAxis.EXPERT)
-_WAITING = (MeshAxis.RING, MeshAxis.ULYSSES, MeshAxis.TENSOR)
+_WITHIN = (MeshAxis.EXPERT, MeshAxis.RING, MeshAxis.ULYSSES, MeshAxis.TENSOR)
 
 
 class Fastest:
@@ -52,11 +52,21 @@ class Bounds:
     def __init__(self, profile: ModelProfile, plan: Plan, target: Target, rates: Rates):
         self._profile, self._target, self._plan = profile, target, bare(plan)
         self._limits = limits_of(profile)
-        self._sent: dict[tuple[int, ...], tuple[float, float]] = {}
+        self._sent: dict[tuple[int, ...], dict[tuple[str, bool], float]] = {}
+        stacked = [
+            info
+            for info, learns in zip(profile.infos, profile.learns, strict=True)
+            if learns and info.total_layers
+        ]
         self._numbers = sum(
             math.prod(info.shape)
-            for info, learns in zip(profile.infos, profile.learns, strict=True)
-            if learns and info.total_layers and "embed" in info.dims and "experts" not in info.dims
+            for info in stacked
+            if "embed" in info.dims and "experts" not in info.dims
+        )
+        self._experts = sum(
+            math.prod(info.shape)
+            for info in stacked
+            if "experts" in info.dims and "expert_embed" in info.dims
         )
         own = [link.bytes_per_s for link in rates.kinds.values()]
         self._rates, self._within = rates, max([rates.node.bytes_per_s, *own])
@@ -85,9 +95,10 @@ class Bounds:
         stages = Stages(count=count, chunks=way.chunks)
         turns = stages.turns(microbatches)
         tokens = rows * self._profile.tokens / along
-        waits, travels = self._sent.get(self._key(mesh), (0.0, 0.0))
-        waited = turns * tokens / count * waits
-        beside = turns * tokens / count * travels / self._rate(mesh, MeshAxis.RING)
+        waited = beside = 0.0
+        for (axis, hidden), sent in self._sent.get(self._key(mesh), {}).items():
+            seconds = turns * tokens / count * sent / self._rate(mesh, MeshAxis(axis))
+            waited, beside = (waited, beside + seconds) if hidden else (waited + seconds, beside)
         if count > 1:
             held = tokens / mesh[MeshAxis.TENSOR] * self._profile.width * self._wide
             sent = 2 * stages.runs(microbatches) / microbatches + 2
@@ -103,18 +114,23 @@ class Bounds:
 
     def _weights(self, mesh: Mapping[str, int], way: Way, runs: float) -> tuple[float, float]:
         """Of gathers of weights and sums of gradients, that compute may hide; of new parameters."""
-        data, split = mesh[MeshAxis.DATA], mesh[MeshAxis.FSDP] * mesh[MeshAxis.EXPERT]
-        numbers = self._numbers / mesh[MeshAxis.TENSOR] / mesh[MeshAxis.STAGE]
-        size, sums = numbers * self._wide, 1.0 if way.once else runs
+        data, fsdp, expert = (mesh[axis] for axis in _TOKENS)
+        along = mesh[MeshAxis.RING] * mesh[MeshAxis.ULYSSES]
+        inner = mesh[MeshAxis.TENSOR] * mesh[MeshAxis.STAGE]
+        numbers, experts = self._numbers / inner, self._experts / inner / expert / along
+        sums = 1.0 if way.once else runs
         if not way.stored:
             axis = MeshAxis.DATA if data > 1 else MeshAxis.FSDP
-            one = (1 - 1 / (data * split)) / self._rate(mesh, axis)
-            return one * sums * size, one * numbers * self._at_rest
+            rate = self._rate(mesh, axis)
+            one = (1 - 1 / (data * fsdp * expert)) / rate
+            theirs = (1 - 1 / (data * fsdp)) / rate
+            sent = one * numbers + theirs * experts
+            return sums * self._wide * sent, self._at_rest * sent
         gathers = 1.0 if way.whole else 2 * runs
-        found = (1 - 1 / split) * (gathers + sums) * size / self._rate(mesh, MeshAxis.FSDP)
+        own = (1 - 1 / (fsdp * expert)) * numbers + (1 - 1 / fsdp) * experts
+        found = (gathers + sums) * self._wide * own / self._rate(mesh, MeshAxis.FSDP)
         if data > 1:
-            along = mesh[MeshAxis.RING] * mesh[MeshAxis.ULYSSES]
-            held = size / split / along
+            held = self._wide * (numbers / fsdp / expert / along + experts / fsdp)
             found += 2 * (1 - 1 / data) * sums * held / self._rate(mesh, MeshAxis.DATA)
         return found, 0.0
 
@@ -126,15 +142,14 @@ class Bounds:
     def learn(self, mesh: Mapping[str, int], on_mesh: OnMesh) -> None:
         """What layers of such a mesh send for a token."""
         key = self._key(mesh)
-        # Of experts it depends on where their axis is.
-        if mesh[MeshAxis.EXPERT] == 1 and key not in self._sent:
+        if key not in self._sent:
             self._sent[key] = on_mesh.least_sent()
 
     def _rows(self, mesh: Mapping[str, int]) -> int:
         return self._profile.rows // math.prod(mesh[axis] for axis in _TOKENS)
 
     def _key(self, mesh: Mapping[str, int]) -> tuple[int, ...]:
-        return tuple(mesh[axis] for axis in _WAITING)
+        return tuple(mesh[axis] for axis in _WITHIN)
 
 
 @functools.cache

@@ -1,10 +1,11 @@
 """What a plan needs and takes, by formula alone."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 from colossax.aot import Target
-from colossax.config import SAVEABLE, MeshAxis, Plan
+from colossax.config import MESH_AXES, SAVEABLE, MeshAxis, Plan
 from colossax.errors import PlanError
 from colossax.planner.profiling import LayerKind, ModelProfile
 from colossax.planner.searching.memory import Bytes, Stored, bytes_of, kept_bytes, stored
@@ -13,7 +14,6 @@ from colossax.planner.searching.seconds import (
     Rates,
     Seconds,
     collectives_seconds,
-    link_of,
     rates_of,
 )
 from colossax.planner.searching.sends import (
@@ -123,13 +123,14 @@ class OnMesh:
     def _of_a_row(self, number: int, names: frozenset[str]) -> float:
         """Seconds of one call for the tokens that were traced."""
         kind = self.profile.kinds[number]
-        again, share = kind.traced.again[names]
+        again, _ = kind.traced.again[names]
         once, flops = self._flops[number]
         maps = once + sum(flops[at] for at in again)
         pairs = self.profile.pair_flops / sum(one.calls for one in self.profile.kinds)
-        # Backward of attention computes scores anew: five products where forward has two.
-        passes = 3.5 + (names in kind.traced.opaque or share > 0)
-        return maps / self.rates.matmuls + passes * pairs / self._tensor / self.rates.pairs
+        return (
+            maps / self.rates.matmuls
+            + _passes(kind, names) * pairs / self._tensor / self.rates.pairs
+        )
 
     def layer_seconds(self, number: int, names: frozenset[str], tokens: Tokens) -> float:
         """Of one call of a kind of layer, with what its matmuls wait for."""
@@ -146,26 +147,23 @@ class OnMesh:
         each = [set(kind.traced.again) for kind in self.profile.kinds]
         return sorted(set.intersection(*each), key=sorted) if each else []
 
-    def least_sent(self) -> tuple[float, float]:
-        """Of all layers, for a token of a device, under whichever policy has fewest: seconds that
-        are waited for at the links' rates, and bytes that travel beside compute."""
+    def least_sent(self) -> dict[tuple[str, bool], float]:
+        """Bytes of all layers for a token of a device, by the outermost axis that they go along and
+        whether compute can hide them, of each the fewest that any policy has."""
         one_row, profile = self.tokens(1), self.profile
-        common = self.policies()
-        waited, beside = [], []
-        for names in common:
-            sent = [
-                (one, kind.calls / one_row.inside)
-                for kind, wide in zip(profile.kinds, self._widths, strict=True)
-                for one in layer_sent(profile, self.parts, kind, wide, one_row, names)
-            ]
-            seconds = [
-                count * one.bytes / link_of(one, self.target, self.parts, self.rates).bytes_per_s
-                for one, count in sent
-                if not one.hidden
-            ]
-            waited.append(sum(seconds, 0.0))
-            beside.append(sum((count * one.bytes for one, count in sent if one.hidden), 0.0))
-        return min(waited, default=0.0), min(beside, default=0.0)
+        found: dict[tuple[str, bool], float] = {}
+        for number, names in enumerate(self.policies()):
+            sums: dict[tuple[str, bool], float] = {}
+            for kind, wide in zip(profile.kinds, self._widths, strict=True):
+                for one in layer_sent(profile, self.parts, kind, wide, one_row, names):
+                    key = (min(one.axes, key=MESH_AXES.index), one.hidden)
+                    sent = kind.calls * one.bytes / one_row.inside
+                    sums[key] = sums.get(key, 0.0) + sent
+            found = {
+                key: min(sums.get(key, 0.0), found.get(key, 0.0) if number else math.inf)
+                for key in sums
+            }
+        return found
 
     def ends(self, tokens: Tokens) -> float:
         """Seconds of what stands beside the layers."""
@@ -282,17 +280,28 @@ class OnMesh:
 
 
 def least_seconds(profile: ModelProfile, target: Target, rates: Rates) -> tuple[float, float]:
-    """Of a step, whatever the mesh is: layers' matmuls forward and backward, and what stands beside
-    them, shared by all devices."""
+    """Of a step, whatever the mesh is: layers' matmuls forward and backward under the policy that
+    computes least again, and what stands beside them, shared by all devices."""
     rows = profile.rows / target.size
-    maps = sum(
-        kind.calls * (2 + profile.learns[kind.leaves[one.leaf]]) * one.flops
-        for kind in profile.kinds
-        for one in kind.traced.maps
-    )
-    ends = profile.ends_passes * profile.ends_flops
-    layers = maps / rates.matmuls + 3.5 * profile.pair_flops / rates.pairs
-    return float(rows * layers), float(rows * ends / rates.matmuls)
+    pairs = profile.pair_flops / max(1, sum(kind.calls for kind in profile.kinds)) / rates.pairs
+    layers = 0.0
+    for kind in profile.kinds:
+        once = sum(
+            (2 + profile.learns[kind.leaves[one.leaf]]) * one.flops for one in kind.traced.maps
+        )
+        layers += kind.calls * min(
+            (once + sum(kind.traced.maps[at].flops for at in again)) / rates.matmuls
+            + _passes(kind, names) * pairs
+            for names, (again, _) in kind.traced.again.items()
+        )
+    ends = profile.ends_passes * profile.ends_flops / rates.matmuls
+    return float(rows * layers), float(rows * ends)
+
+
+def _passes(kind: LayerKind, names: frozenset[str]) -> float:
+    """Of attention: backward computes scores anew, five products where forward has two."""
+    _, share = kind.traced.again[names]
+    return 3.5 + (names in kind.traced.opaque or share > 0)
 
 
 def predict(
