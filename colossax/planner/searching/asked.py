@@ -28,7 +28,7 @@ class Asked:
     @property
     def pinned(self) -> dict[str, int]:
         """Sizes of axes, those that are left out among them."""
-        return {**self.sizes, **dict.fromkeys(self.forbidden, 1)}
+        return {**self.sizes, **dict.fromkeys(sorted(self.forbidden), 1)}
 
     @property
     def shown(self) -> str:
