@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from colossax.aot import Target
 from colossax.config import SAVEABLE, MeshAxis, Plan
@@ -18,12 +19,14 @@ from colossax.planner.searching.seconds import (
 from colossax.planner.searching.sends import (
     Sent,
     Tokens,
+    ends_sent,
     layer_sent,
     states_sent,
     tokens_sent,
     weights_sent,
     widths,
 )
+from colossax.planner.searching.touched import touched_by_microbatch, touched_by_step
 from colossax.sharding import activation_axes, batch_axes, seq_axes
 
 
@@ -48,6 +51,17 @@ class Prediction:
 
 Policies = Sequence[Sequence[tuple[int, frozenset[str]]]]
 """Of each kind of layer, how many keep which names."""
+
+
+class _Even(NamedTuple):
+    """Seconds that are waited for, and that compute may hide: what is sent grows with the rows."""
+
+    fixed: tuple[float, float]
+    row: tuple[float, float]
+
+    def at(self, rows: int) -> tuple[float, float]:
+        """Of so many rows."""
+        return self.fixed[0] + rows * self.row[0], self.fixed[1] + rows * self.row[1]
 
 
 class OnMesh:
@@ -92,11 +106,15 @@ class OnMesh:
         self._splits = MeshAxis.TENSOR.value in activation_axes(bound, "seq:residual")
         self._by_microbatch = weights_sent(profile, self.parts)
         self._by_step = states_sent(profile, self.parts)
+        self._touched = touched_by_step(profile, self.parts)
         self.rates = rates_of(target, bound.plan) if rates is None else rates
         self._widths = [widths(profile, self.parts, kind) for kind in profile.kinds]
         self._flops = [self._of_maps(kind) for kind in profile.kinds]
         self._compute: dict[tuple[int, frozenset[str]], float] = {}
-        self._waited: dict[tuple[int, frozenset[str]], float] = {}
+        self._sending: dict[tuple[int, frozenset[str]], _Even] = {}
+        self._once = self._even(self._by_step).at(1)
+        self._weights = self._even(self._by_microbatch).at(1)
+        self._behind = self._even(ends_sent(profile, self.parts, self.tokens(1)))
 
     def tokens(self, rows: int) -> Tokens:
         """Of a microbatch of so many rows of each device."""
@@ -129,13 +147,9 @@ class OnMesh:
 
     def layer_seconds(self, number: int, names: frozenset[str], tokens: Tokens) -> float:
         """Of one call of a kind of layer, with what its matmuls wait for."""
-        key = (number, names)
-        if key not in self._waited:
-            kind, one_row = self.profile.kinds[number], self.tokens(1)
-            given = self.profile, self.parts, kind, self._widths[number], one_row, names
-            waited, _ = self._seconds(layer_sent(*given))
-            self._waited[key] = waited / one_row.inside
-        return self.compute(number, names, tokens) + self._waited[key] * tokens.inside
+        waited, _ = self._of_layer(number, names).at(1)
+        rows = tokens.inside / self.tokens(1).inside
+        return self.compute(number, names, tokens) + waited * rows
 
     def ends(self, tokens: Tokens) -> float:
         """Seconds of what stands beside the layers."""
@@ -153,38 +167,56 @@ class OnMesh:
         tokens, several = self.tokens(rows), rows < self.rows
         return bytes_of(self.stored, self._tensor, tokens, kept, vocab_chunks, several=several)
 
-    def predicted(self, rows: int, policies: Policies, vocab_chunks: int) -> Prediction:
+    def priced(self, rows: int, policies: Policies, vocab_chunks: int) -> tuple[Bytes, Seconds]:
         """Of microbatches of so many rows, with layers of each kind under these policies."""
         tokens, microbatches = self.tokens(rows), self.rows // rows
         kept = compute = 0.0
+        waited, beside = map(sum, zip(self._weights, self._behind.at(rows), strict=True))
         for number, runs in enumerate(policies):
             for count, names in runs:
                 kept += count * self.kept(number, names, tokens)
                 compute += count * self.compute(number, names, tokens)
-        sent = (
-            *self._by_microbatch,
-            *tokens_sent(self.profile, self.parts, self._widths, tokens, policies),
+                layer = self._of_layer(number, names).at(rows)
+                waited, beside = waited + count * layer[0], beside + count * layer[1]
+        seconds = Seconds(
+            compute=microbatches * (compute + self.ends(tokens)),
+            waited=microbatches * waited + self._once[0],
+            beside=microbatches * beside + self._once[1],
+            memory=self._memory(microbatches),
+            fixed=self._fixed(microbatches),
+            hiding=self.rates.hiding,
+            slowing=self.rates.slowing,
         )
-        found = self._seconds(sent)
-        once = self._seconds(self._by_step)
-        waited, beside = (microbatches * each + one for each, one in zip(found, once, strict=True))
+        return self.bytes(rows, kept, vocab_chunks), seconds
+
+    def predicted(self, rows: int, policies: Policies, vocab_chunks: int) -> Prediction:
+        """As `priced`, with what is sent."""
+        sent = tokens_sent(self.profile, self.parts, self._widths, self.tokens(rows), policies)
+        size, seconds = self.priced(rows, policies, vocab_chunks)
         return Prediction(
-            bytes=self.bytes(rows, kept, vocab_chunks),
-            seconds=Seconds(
-                compute=microbatches * (compute + self.ends(tokens)),
-                waited=waited,
-                beside=beside,
-                fixed=self._fixed(microbatches),
-                hiding=self.rates.hiding,
-                slowing=self.rates.slowing,
-            ),
-            sent=sent,
+            bytes=size,
+            seconds=seconds,
+            sent=(*self._by_microbatch, *sent),
             sent_once=self._by_step,
-            microbatches=microbatches,
+            microbatches=self.rows // rows,
         )
 
-    def _seconds(self, sent: Sequence[Sent]) -> tuple[float, float]:
-        return collectives_seconds(self.target, self.parts, sent, self.rates)
+    def _of_layer(self, number: int, names: frozenset[str]) -> "_Even":
+        """Seconds that one call of a kind of layer sends for."""
+        key = (number, names)
+        if key not in self._sending:
+            kind, one_row = self.profile.kinds[number], self.tokens(1)
+            given = self.profile, self.parts, kind, self._widths[number], one_row, names
+            self._sending[key] = self._even(layer_sent(*given))
+        return self._sending[key]
+
+    def _even(self, sent: Sequence[Sent]) -> "_Even":
+        """Of what is sent for one row."""
+        return _Even(*collectives_seconds(self.target, self.parts, sent, self.rates))
+
+    def _memory(self, microbatches: int) -> float:
+        each = touched_by_microbatch(self.stored.gradients, microbatches)
+        return (self._touched + microbatches * each) / self.rates.memory
 
     def _fixed(self, microbatches: int) -> float:
         calls = sum(kind.calls for kind in self.profile.kinds)

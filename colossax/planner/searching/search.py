@@ -205,10 +205,10 @@ def _scored(
     mix = _mix(mesh, policies, left / rows)
     ideal = min((one.seconds for one in policies), default=0.0)
     ideal_names = {one.names for one in policies if one.seconds <= ideal}
-    predicted = mesh.predicted(rows, mix, chunks)
+    size, seconds = mesh.priced(rows, mix, chunks)
     return _Scored(
-        seconds=predicted.seconds.total,
-        bytes=predicted.bytes.total,
+        seconds=seconds.total,
+        bytes=size.total,
         rows=rows,
         chunks=chunks,
         mix=mix,

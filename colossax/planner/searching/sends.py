@@ -98,7 +98,7 @@ def tokens_sent(
     for kind, runs, wide in zip(profile.kinds, kept, split, strict=True):
         for count, names in runs:
             found += _times(layer_sent(profile, parts, kind, wide, tokens, names), count)
-    return _joined(found + _ends(profile, parts, tokens))
+    return _joined(found + ends_sent(profile, parts, tokens))
 
 
 def layer_sent(
@@ -280,7 +280,7 @@ def _experts(
     return []
 
 
-def _ends(profile: ModelProfile, parts: Parts, tokens: Tokens) -> list[Sent]:
+def ends_sent(profile: ModelProfile, parts: Parts, tokens: Tokens) -> list[Sent]:
     """Rows of tables, and what stands behind the layers."""
     found = []
     wide = np.dtype(parts.bound.plan.precision.compute).itemsize
