@@ -108,7 +108,7 @@ def test_what_is_hidden_and_slowed_follows_the_rates():
 def test_a_search_ranks_by_them_and_goes_on_with_them(tiny):
     profile, plan = tiny
     no_links = Link(name="no", latency_s=1.0, bytes_per_s=1.0)
-    rates = Rates(matmuls=1e12, pairs=1e12, node=no_links, network=no_links)
+    rates = Rates(matmuls=1e12, pairs=1e12, memory=1e12, node=no_links, network=no_links)
     assert rates.hiding == HIDING
     best = search(profile, plan, TARGET, room=1e9, rates=rates).candidates[0]
     assert best.predicted.seconds.total > 8  # of latencies alone

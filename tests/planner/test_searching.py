@@ -383,7 +383,9 @@ def test_no_mesh_divides():
     config = recipe("llama3_8b")
     config = config.replace(data=dataclasses.replace(config.data, global_batch=7, seq_len=8191))
     asked = Asked(forbidden=frozenset({"tensor", "stage"}))
-    said = "no mesh of 8 devices with stage=1, tensor=1 divides 7 rows of 8191 tokens .*, or pin less"
+    said = (
+        "no mesh of 8 devices with stage=1, tensor=1 divides 7 rows of 8191 tokens .*, or pin less"
+    )
     with pytest.raises(PlanError, match=said):
         plan_run(Subject.of(config), config.plan, TARGET, asked=asked, verify=False)
 

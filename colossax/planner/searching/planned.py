@@ -309,6 +309,7 @@ def _why(one: Planned, first: Planned) -> str:
             first.seconds.exposed,
         ),
         "compute slowed by collectives beside it": (one.seconds.slowed, first.seconds.slowed),
+        "updates and sums of gradients": (one.seconds.memory, first.seconds.memory),
     }
     slower = one.seconds.total / first.seconds.total - 1
     name, (own, others) = max(terms.items(), key=lambda item: item[1][0] - item[1][1])

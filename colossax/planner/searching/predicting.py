@@ -27,6 +27,7 @@ from colossax.planner.searching.sends import (
     widths,
 )
 from colossax.planner.searching.stages import Stages, stages_sent
+from colossax.planner.searching.touched import touched_by_microbatch, touched_by_step
 from colossax.sharding import activation_axes, batch_axes, seq_axes
 
 
@@ -96,6 +97,7 @@ class OnMesh:
         self._splits = MeshAxis.TENSOR.value in activation_axes(bound, "seq:residual")
         self._weights = weights_sent(profile, self.parts)
         self._states = states_sent(profile, self.parts)
+        self._touched = touched_by_step(profile, self.parts)
         self.rates = rates_of(target, bound.plan) if rates is None else rates
         self._widths = [widths(profile, self.parts, kind) for kind in profile.kinds]
         self._flops = [self._of_maps(kind) for kind in profile.kinds]
@@ -229,6 +231,7 @@ class OnMesh:
                 compute=microbatches * compute,
                 waited=waited,
                 beside=beside,
+                memory=self._memory(microbatches),
                 fixed=self._fixed(microbatches),
                 hiding=self.rates.hiding,
                 slowing=self.rates.slowing,
@@ -261,8 +264,13 @@ class OnMesh:
     def _seconds(self, sent: Sequence[Sent]) -> tuple[float, float]:
         return collectives_seconds(self.target, self.parts, sent, self.rates)
 
+    def _memory(self, microbatches: int) -> float:
+        each = touched_by_microbatch(self.stored.gradients, microbatches)
+        return (self._touched + microbatches * each) / self.rates.memory
+
     def _fixed(self, microbatches: int) -> float:
         calls = sum(kind.calls for kind in self.profile.kinds)
+        calls *= self.stages.turns(microbatches) / self.stages.count
         rates = self.rates
         return microbatches * (calls * rates.call_s + rates.microbatch_s) + rates.step_s
 

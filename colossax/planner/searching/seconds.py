@@ -16,10 +16,11 @@ from colossax.planner.counting.flops import peak_flops
 from colossax.planner.searching.parts import Parts
 from colossax.planner.searching.sends import Sent
 
-MATMULS, PAIRS, HIDING, SLOWING = 0.65, 0.45, 0.9, 0.05
+MATMULS, PAIRS, HIDING, SLOWING, MEMORY = 0.65, 0.45, 0.9, 0.05, 0.8
 """Shares taken where nothing was measured: of the peak, that matmuls with weights and attention
 reach; of a step's compute, that collectives can be beside; of the time of those, what they take of
-the compute beside them, as they need some multiprocessors and some of the memory's rate."""
+the compute beside them, as they need some multiprocessors and some of the memory's rate; and of
+that rate, what updates of parameters reach."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,6 +30,7 @@ class Rates:
     Attributes:
         matmuls: FLOP/s of matmuls with weights.
         pairs: FLOP/s of attention between tokens.
+        memory: Bytes per second of updates and sums of gradients.
         node: Links within a node.
         network: Links between nodes.
         kinds: Links of kinds of collectives (as XLA calls them) that have their own, wherever.
@@ -41,6 +43,7 @@ class Rates:
 
     matmuls: float
     pairs: float
+    memory: float
     node: Link
     network: Link
     kinds: Mapping[str, Link] = FrozenDict()
@@ -61,6 +64,7 @@ def rates_of(target: Target, plan: Plan) -> Rates:
     return Rates(
         matmuls=MATMULS * peak,
         pairs=PAIRS * peak,
+        memory=MEMORY * target.gpu.memory_bytes_per_s,
         node=target.gpu.nvlink,
         network=target.network,
     )
@@ -93,6 +97,7 @@ class Seconds:
         compute: Matmuls, recomputation among them.
         waited: Collectives that compute waits for.
         beside: Those that compute can hide.
+        memory: Updates, and sums of gradients of several microbatches.
         fixed: What calls, microbatches and the step take whatever their sizes.
         hiding: See `Rates`.
         slowing: See `Rates`.
@@ -101,14 +106,20 @@ class Seconds:
     compute: float
     waited: float
     beside: float
+    memory: float = 0.0
     fixed: float = 0.0
     hiding: float = HIDING
     slowing: float = SLOWING
 
     @property
     def terms(self) -> dict[str, float]:
-        """By name: what is computed and sent."""
-        return {"compute": self.compute, "waited": self.waited, "beside": self.beside}
+        """By name: what is computed, sent, and read and written besides."""
+        return {
+            "compute": self.compute,
+            "waited": self.waited,
+            "beside": self.beside,
+            "memory": self.memory,
+        }
 
     @property
     def exposed(self) -> float:
@@ -118,7 +129,8 @@ class Seconds:
     @property
     def total(self) -> float:
         """What a step takes."""
-        return self.compute + self.waited + self.exposed + self.slowed + self.fixed
+        sent = self.waited + self.exposed + self.slowed
+        return self.compute + sent + self.memory + self.fixed
 
     @property
     def slowed(self) -> float:

@@ -178,7 +178,7 @@ def _weights(
         if n := parts.size(others) - 1:
             # Of a table that is the head too there are two gradients.
             count = 2 if looked_up and info.dims[-1] != TABLE_WIDTH else 1
-            held = count * numbers / parts.size(summed)
+            held = count * numbers / parts.size([axis for axis in summed if axis not in whole])
             sent = 2 * n / (n + 1) * held * reduction
             sums.append(_sent("all-reduce", others, sent, count, True))
     return found, sums

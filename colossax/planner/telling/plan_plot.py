@@ -53,4 +53,5 @@ def _seconds(plans: tuple[Planned, ...]) -> Mapping[str, list[float]]:
         "collectives waited for": [one.seconds.waited for one in plans],
         "collectives that stick out": [one.seconds.exposed for one in plans],
         "matmuls slowed by collectives": [one.seconds.slowed for one in plans],
+        "updates and sums of gradients": [one.seconds.memory for one in plans],
     }
