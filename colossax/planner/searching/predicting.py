@@ -143,7 +143,7 @@ class OnMesh:
     def predicted(self, rows: int, policies: Policies, vocab_chunks: int) -> Prediction:
         """Of microbatches of so many rows, with layers of each kind under these policies."""
         tokens, microbatches = self.tokens(rows), self.rows // rows
-        kept = compute = 0.0
+        kept, compute = self.profile.kept * tokens.inside / self.profile.tokens, 0.0
         for number, runs in enumerate(policies):
             for count, names in runs:
                 kept += count * self.kept(number, names, tokens)
