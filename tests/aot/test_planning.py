@@ -3,8 +3,13 @@
 import dataclasses
 import json
 
+import jax
+import jax.numpy as jnp
+import optax
 import pytest
+from flax import nnx
 
+import colossax
 from colossax.aot import parse_target
 from colossax.config import BatchConfig, LossConfig, Plan, Segment, preset
 from colossax.planner import inspect_task
@@ -69,7 +74,8 @@ def test_bytes_and_collectives_follow_compiled_programs(
             assert formula[kind] == pytest.approx(size, rel=0.02), kind
 
 
-def test_a_plan_that_is_named_fits_as_it_was_compiled():
+def test_a_plan_that_is_named_fits_as_it_was_compiled(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLOSSAX_CACHE", str(tmp_path))
     config = recipe("llama_stdlib")
     target = parse_target("h100:1x2")
     answer = plan_run(Subject.of(config), config.plan, target, top=1, device_gb=0.5, processes=1)
@@ -79,3 +85,51 @@ def test_a_plan_that_is_named_fits_as_it_was_compiled():
     plan = Plan.from_json(json.loads(json.dumps(one.to_json()["plan"])))
     found = inspect_task(task_of(config.replace(plan=plan)), plan, target)
     assert found.memory.total_bytes == one.total_bytes
+    again = plan_run(Subject.of(config), config.plan, target, top=1, device_gb=0.5, processes=1)
+    assert again.compiled == 0 < answer.compiled
+    assert [one.to_json() for one in again.plans] == [one.to_json() for one in answer.plans]
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs):
+        self.up, self.down = nnx.Linear(512, 2048, rngs=rngs), nnx.Linear(2048, 512, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.down(nnx.gelu(self.up(x)))
+
+
+class Plain(nnx.Module):
+    """A model of plain Flax, in whose layers nobody sees what is kept."""
+
+    def __init__(self, rngs):
+        self.words = nnx.Embed(1024, 512, rngs=rngs)
+        self.blocks = nnx.List([Block(rngs) for _ in range(4)])
+        self.tags = nnx.Linear(512, 64, rngs=rngs)
+
+    def __call__(self, words):
+        x = self.words(words)
+        for block in self.blocks:
+            x = block(x)
+        return self.tags(x)
+
+
+def tagging(model, batch):
+    each = optax.softmax_cross_entropy_with_integer_labels(model(batch["words"]), batch["tags"])
+    return {"tags": (jnp.sum(each), jnp.float32(each.size), 1.0)}, {}
+
+
+def test_a_plain_model_is_planned_within_its_budget_and_compiled_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLOSSAX_CACHE", str(tmp_path))
+    shapes = {name: jax.ShapeDtypeStruct((64, 1024), jnp.int32) for name in ("words", "tags")}
+
+    def answer():
+        wanted = {"pins": ["fsdp=2"], "top": 1, "device_gb": 1.5}
+        return colossax.plan(Plain, tagging, optax.adamw(1e-3), shapes, "h100:1x2", **wanted)
+
+    first = answer()
+    (one,) = first.plans
+    assert one.total_bytes <= 1.5e9
+    assert one.candidate.predicted.bytes.total == pytest.approx(one.total_bytes, rel=0.1)
+    again = answer()
+    assert again.compiled == 0 < first.compiled
+    assert again.best == first.best

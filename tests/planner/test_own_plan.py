@@ -15,6 +15,7 @@ from colossax.aot import parse_target
 from colossax.errors import InputError, PlanError
 from colossax.planner.arguments import check_arguments
 from colossax.planner.profiling import profile_task
+from colossax.planner.profiling.outside import kept_bytes_of
 from colossax.planner.searching.parts import Parts, abstract
 from colossax.planner.searching.search import search
 from colossax.recipes import recipe
@@ -104,6 +105,38 @@ def test_a_loss_of_one_number_has_one_microbatch():
 
 def rows_of_each(plan, rows):
     return rows // Parts(abstract(plan, math.prod(plan.mesh.values()))).size(("data", "fsdp"))
+
+
+@pytest.mark.catches("plain-models-keep-nothing")
+def test_what_a_plain_model_keeps_bounds_its_microbatches():
+    """Each matmul's input and output of a token, counted by hand, and no more at once than fits."""
+    rows = 4096
+    subject = {"batch": batch(rows), "target": "h100:1x2", "pins": ("fsdp=2",), "top": 1}
+    (whole,) = planned(**subject).plans
+    each = 32 + 3 * 32 + 4 * (8 + 32) + (32 + 64) + (64 + 32) + (32 + 8)
+    kept = whole.candidate.predicted.bytes.kept
+    # Scores of attention and what they multiply: between all tokens of a row, for each of 4 heads.
+    assert kept == pytest.approx(4 * rows / 2 * 32 * each, rel=0.5)
+    assert kept > 4 * rows / 2 * 32 * each / 2
+    (fewer,) = planned(**subject, device_gb=0.4 * whole.total_bytes / 1e9).plans
+    assert fewer.plan.batch.microbatch <= rows / 4
+    assert fewer.total_bytes <= 0.4 * whole.total_bytes
+
+
+@pytest.mark.parametrize(
+    ("function", "numbers"),
+    [
+        (lambda x, w: jax.nn.gelu(x @ w) @ w.T, 3 * (8 + 16) + 3 * (16 + 8) + 8 * 16 + 16 * 8),
+        (lambda x, w: jax.checkpoint(lambda y: jax.nn.gelu(y @ w) @ w.T)(x), 3 * 8 + 8 * 16),
+        (lambda x, w: jax.lax.scan(lambda c, _: (c @ w @ w.T, None), x, length=5)[0], None),
+        (lambda x, w: jnp.tanh(x), 0),
+    ],
+)
+def test_kept_bytes_are_those_around_matmuls(function, numbers):
+    jaxpr = jax.make_jaxpr(function)(jnp.ones((3, 8)), jnp.ones((8, 16))).jaxpr
+    if numbers is None:  # what a scan reads and writes, five times
+        numbers = 5 * (3 * (8 + 16 + 8) + 8 * 16 + 16 * 8)
+    assert kept_bytes_of(jaxpr) == 4 * numbers
 
 
 def test_names_of_dims_that_are_given_are_searched_by():

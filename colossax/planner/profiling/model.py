@@ -21,6 +21,7 @@ from colossax.errors import PlanError
 from colossax.layerwise import running
 from colossax.planner.counting.traced_flops import traced_flops
 from colossax.planner.deciding.trial import choosing_for
+from colossax.planner.profiling.outside import kept_bytes_of
 from colossax.planner.profiling.recorded import RecordedRun, Recorder
 from colossax.planner.profiling.traced import TracedLayer, traced
 from colossax.planner.task_step import task_step
@@ -68,6 +69,7 @@ class ModelProfile:
         pair_flops: Likewise of attention between tokens.
         whole: Whether a global batch is one microbatch: the loss compares its rows with each other,
             or gives one number, of which it is not known what each microbatch counts.
+        kept: Bytes that backward needs of a row, of a model that has no layers known here.
     """
 
     infos: tuple[ParamInfo, ...]
@@ -80,6 +82,7 @@ class ModelProfile:
     ends_passes: int
     pair_flops: float
     whole: bool = False
+    kept: float = 0.0
 
     @functools.cached_property
     def maps_flops(self) -> float:
@@ -118,9 +121,9 @@ def profile_task(task: Task, plan: Plan, target: Target) -> ModelProfile:
     its FLOPs layers are traced once more, with attention written out.
     """
     dims = batch_dims(dict(task.shapes), task.options.batch_dims)
-    one_row = _one_row(task, dims)
+    one_row = _with_rows(task, dims, 1)
     with choosing_for(target):
-        step, kinds, ends, whole = _traced_kinds(one_row, bare(plan))
+        step, kinds, ends, whole, kept = _traced_kinds(one_row, bare(plan))
         # Kernels do not say their FLOPs.
         pairs = sum((kind.calls * kind.traced.other_flops for kind in kinds), 0.0)
         learns = tuple(bool(learns) for learns in jax.tree.leaves(step.trainable))
@@ -130,7 +133,7 @@ def profile_task(task: Task, plan: Plan, target: Target) -> ModelProfile:
             pairs = max(0.0, (task.flops / _rows(task, dims) - others) / 3)
         elif any(kind.traced.opaque for kind in kinds):
             written = bare(plan).replace(attention=AttentionConfig(kernel="reference"))
-            _, anew, _, _ = _traced_kinds(one_row, written)
+            _, anew, *_ = _traced_kinds(one_row, written)
             pairs = sum((kind.calls * kind.traced.other_flops for kind in anew), 0.0)
     infos = tuple(jax.tree.leaves(step.spec.infos))
     return ModelProfile(
@@ -144,6 +147,7 @@ def profile_task(task: Task, plan: Plan, target: Target) -> ModelProfile:
         ends_passes=ends_passes,
         pair_flops=pairs,
         whole=whole,
+        kept=kept,
     )
 
 
@@ -160,9 +164,9 @@ def bare(plan: Plan) -> Plan:
     )
 
 
-def _traced_kinds(task: Task, plan: Plan) -> tuple[Step, tuple[LayerKind, ...], float, bool]:
-    """The step, kinds of layers, FLOPs of what stands outside of them, forward, and whether a
-    batch is one microbatch."""
+def _traced_kinds(task: Task, plan: Plan) -> tuple[Step, tuple[LayerKind, ...], float, bool, float]:
+    """The step, kinds of layers, FLOPs of what stands outside of them, forward, whether a batch is
+    one microbatch, and what is kept of a row where there are no layers."""
     step, recorder = task_step(task, plan, jax.devices()[:1]), Recorder()
     call, terms = step.loss_call, set[str]()
     state, found = step.abstract, list[Any]()
@@ -180,8 +184,21 @@ def _traced_kinds(task: Task, plan: Plan) -> tuple[Step, tuple[LayerKind, ...], 
             whole = traced_flops(jax.make_jaxpr(loss)(*args)).flops
         infos = jax.tree.leaves(step.spec.infos)
         kinds = tuple(_kind(run, infos) for run in recorder.runs)
+        kept = 0.0 if kinds else _kept_of_a_row(task, loss, args)
     layers = sum((kind.calls * kind.traced.counted_flops for kind in kinds), 0.0)
-    return step, kinds, whole - layers, call.whole_batch or SCALAR in terms
+    return step, kinds, whole - layers, call.whole_batch or SCALAR in terms, kept
+
+
+def _kept_of_a_row(task: Task, loss: Any, args: tuple[Any, ...]) -> float:
+    """Bytes that a second row adds to all that is kept; parameters are there anyway."""
+    params, variables, _, key = args
+    dims = batch_dims(dict(task.shapes), task.options.batch_dims)
+
+    def needed(rows: int) -> float:
+        batch = dict(_with_rows(task, dims, rows).shapes)
+        return kept_bytes_of(jax.make_jaxpr(loss)(params, variables, batch, key).jaxpr)
+
+    return needed(2) - needed(1)
 
 
 def _kind(run: RecordedRun, infos: Sequence[ParamInfo]) -> LayerKind:
@@ -251,12 +268,12 @@ def _tokens(task: Task, dims: Mapping[str, Any]) -> int:
     return max(lengths, default=1)
 
 
-def _one_row(task: Task, dims: Mapping[str, Any]) -> Task:
-    """The task with a global batch of one row."""
+def _with_rows(task: Task, dims: Mapping[str, Any], rows: int) -> Task:
+    """The task with a global batch of so many rows."""
 
     def one(name: str, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         at = dims[name].index("batch")
-        return jax.ShapeDtypeStruct((*x.shape[:at], 1, *x.shape[at + 1 :]), x.dtype)
+        return jax.ShapeDtypeStruct((*x.shape[:at], rows, *x.shape[at + 1 :]), x.dtype)
 
     shapes = {name: one(name, x) for name, x in task.shapes.items()}
     return dataclasses.replace(task, shapes=shapes)

@@ -139,6 +139,11 @@ class Way(NamedTuple):
     once: bool
     plan: Callable[[], Plan]
 
+    @property
+    def smallest(self) -> bool:
+        """Whether no other way to have the mesh needs less memory."""
+        return self.stored and self.chunks == 1 and not self.whole and not self.once
+
 
 def ruled(plan: Plan, mesh: Mapping[str, int], limits: Limits) -> Iterator[Way]:
     """Each way to have a mesh.

@@ -42,8 +42,8 @@ def plan(
     trains by the first of them. Nothing is run or allocated.
 
     Args:
-        make_model: See `boost`. Only models whose layers are a `LayerStack` keep parts of layers;
-            of others each microbatch keeps all that its backward pass needs.
+        make_model: See `boost`. Where layers are a `LayerStack` it is chosen what they keep; of
+            other models each microbatch keeps all that its backward pass needs.
         loss: See `boost`. Of one that gives a single number, and of one marked `whole_batch`, a
             global batch is one microbatch.
         optimizer: See `boost`.

@@ -5,6 +5,7 @@ import os
 from typing import Any
 
 from colossax.aot import Target, target_devices
+from colossax.aot.targets import MAX_DEVICES
 from colossax.config import MeshAxis, OffloadConfig, Plan, to_json
 from colossax.errors import PlanError
 from colossax.planner.counting.compiled import check_cudnn, check_shapes
@@ -19,6 +20,7 @@ from colossax.planner.searching.search import (
     told,
 )
 from colossax.planner.searching.seconds import Seconds
+from colossax.planner.searching.smallest import smallest_gb, smallest_target
 from colossax.planner.searching.verifying import (
     Compiled,
     Subject,
@@ -155,9 +157,16 @@ def plan_run(
         f"{found.scored} ways to run on {target.size} x {target.gpu.name} scored; of those that"
         f" might be fastest {len(found.candidates)} fit"
     )
+
+    def enough() -> str:
+        tell("looking for what would do")
+        return _enough(
+            found, room, target, smallest_target(profile, plan, target, room=room, asked=asked)
+        )
+
     if not verify:
         if not found.candidates:
-            raise PlanError(_nothing(found, room, target))
+            raise PlanError(_nothing(found, room, target) + enough())
         plans = [
             Planned(candidate=one, seconds=one.predicted.seconds, found=None)
             for one in found.candidates[:top]
@@ -176,7 +185,7 @@ def plan_run(
         if proving.unstaged:
             waiting = [one for one in waiting if one.plan.mesh.get(MeshAxis.STAGE, 1) == 1]
     if not proving.proved:
-        raise PlanError(_nothing(found, room, target, proving))
+        raise PlanError(_nothing(found, room, target, proving) + enough())
     plans = sorted(proving.proved, key=lambda one: one.seconds.total)
     return _answer(plans, found, proving.compiled, room)
 
@@ -286,9 +295,23 @@ def _nothing(found: Found, room: float, target: Target, proving: "_Proving | Non
         seen = f"; {least.label} with {told(least)} needs least, {needs:.1f} GiB by formula{seen}"
     return (
         f"plan: nothing that is searched fits {size} of each of {target.size} {target.gpu.name}"
-        f"{seen}; give more GPUs, shorter rows, or host memory (--plan.offload auto with a mesh of"
-        " your own)"
+        f"{seen}"
     )
+
+
+def _enough(found: Found, room: float, target: Target, larger: Target | None) -> str:
+    """What would do, as formulas say."""
+    ways, least = [], found.smallest
+    if larger is not None:
+        ways.append(f"{larger.name} (the fewest of these GPUs that fit it by formula)")
+    if least is not None and not found.candidates and (enough := smallest_gb(least)) * 1e9 > room:
+        if enough * 1e9 <= target.gpu.memory_bytes:
+            ways.append(f"--device-gb {enough:.1f} (the least that fits it by formula)")
+        else:
+            ways.append(f"GPUs of which it may take {enough:.1f} GB (the least, by formula)")
+    ways += ["shorter rows", "host memory (--plan.offload auto with a mesh of your own)"]
+    none = "" if larger else f"; no number of them up to {MAX_DEVICES} fits it by formula"
+    return f"{none}; give {', '.join(ways[:-1])} or {ways[-1]}"
 
 
 def _answer(plans: list[Planned], found: Found, count: int, room: float) -> Answer:

@@ -204,7 +204,8 @@ class OnMesh:
         one chunk where there are stages."""
         tokens, microbatches = self.tokens(rows), self.rows // rows
         runs = self.stages.runs(microbatches) / microbatches
-        kept = named = compute = 0.0
+        kept = self.profile.kept * tokens.inside / self.profile.tokens
+        named = compute = 0.0
         for number, each in enumerate(policies):
             inputs = self.kept(number, frozenset(), tokens)
             for count, names in each:

@@ -21,8 +21,11 @@ from colossax.planner.searching.policies import Policy, fastest_mix
 from colossax.planner.searching.predicting import OnMesh, Policies, Prediction
 from colossax.planner.searching.seconds import Rates, rates_of
 
-_CHUNKS = (1, 8, 32)
+CHUNKS = (1, 8, 32)
 """Of the vocabulary, beside what the plan has."""
+
+MARGIN = 0.98
+"""Share of the room that formulas may fill, as they err."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,7 +85,7 @@ def search(
     *,
     room: float,
     asked: Asked = NOTHING_ASKED,
-    margin: float = 0.98,
+    margin: float = MARGIN,
     count: int = 18,
     rates: Rates | None = None,
 ) -> Found:
@@ -188,7 +191,7 @@ def _best(mesh: OnMesh, chunks: int, room: float) -> tuple[_Scored | None, _Scor
     every, policies = divisors(mesh.rows)[-mesh.profile.whole :], _policies(mesh)
     for rows in every:
         fitting = False
-        for pieces in sorted({chunks, *_CHUNKS}):
+        for pieces in sorted({chunks, *CHUNKS}):
             scored += 1
             one = _scored(mesh, policies, rows, pieces, room)
             if least is None or one.bytes < least.bytes:
@@ -203,7 +206,7 @@ def _best(mesh: OnMesh, chunks: int, room: float) -> tuple[_Scored | None, _Scor
                 break
         # More rows need more, but for the last: one microbatch has no sums of gradients.
         if not fitting and rows != every[-1]:
-            last = _scored(mesh, policies, every[-1], max(chunks, *_CHUNKS), room)
+            last = _scored(mesh, policies, every[-1], max(chunks, *CHUNKS), room)
             least = last if least is None or last.bytes < least.bytes else least
             if last.bytes <= room and (best is None or last.seconds < best.seconds):
                 best = last
