@@ -165,6 +165,8 @@ def plan_run(
         count = top - len(proving.proved)
         proving.take(waiting[:count])
         waiting = waiting[count:]
+    if waiting and proving.compiled and not proving.proved:  # that which needs least has its turn
+        proving.take([min(waiting, key=lambda one: one.predicted.bytes.total)])
     if not proving.proved:
         raise PlanError(_nothing(found, room, target, proving))
     plans = sorted(proving.proved, key=lambda one: one.seconds.total)
