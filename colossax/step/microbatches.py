@@ -13,6 +13,9 @@ from colossax.errors import InputError, PlanError
 from colossax.sharding import batch_axes, constrain
 from colossax.typing import TOKEN_DIMS, Batch, Dims
 
+PER_STAGE = 4
+"""Microbatches for each stage, where a plan does not say how many."""
+
 ROW_KEYS = "row_keys"
 """Array of a microbatch with the data of a random key for each row, where the loss draws."""
 
@@ -154,7 +157,7 @@ def _pipelined(bound: BoundPlan, batch: Batch, dims: Mapping[str, Dims]) -> int:
     name, x = next(iter(batch.items()))
     devices = bound.size(sorted(batch_axes(bound))) * wanted.accumulation
     rows = x.shape[dims[name].index("batch")] // devices
-    return next((n for n in range(min(4 * stages, rows), 0, -1) if not rows % n), 1)
+    return next((n for n in range(min(PER_STAGE * stages, rows), 0, -1) if not rows % n), 1)
 
 
 def row_unit(bound: BoundPlan) -> int:

@@ -7,7 +7,7 @@ import pytest
 from colossax.aot import parse_target
 from colossax.config import BatchConfig, Plan, Segment, preset
 from colossax.planner.profiling import profile_task
-from colossax.planner.searching import predict
+from colossax.planner.searching import Subject, plan_run, planned, predict
 from colossax.planner.searching.parts import Parts, abstract
 from colossax.planner.searching.search import search
 from colossax.planner.searching.seconds import link_along, rates_of
@@ -92,3 +92,27 @@ def test_of_plans_that_compute_alike_that_with_fewer_microbatches_is_faster():
     profile = profile_task(task_of(config), Plan(), target)
     best = search(profile, Plan(), target, room=70e9).candidates[0]
     assert best.predicted.microbatches == 1
+
+
+@pytest.mark.catches("the-smallest-has-no-turn")
+def test_what_needs_least_is_compiled_before_all_is_refused(monkeypatch):
+    config = recipe("llama_tiny")
+    profile = profile_task(task_of(config), Plan(), TARGET)
+    budget = 6e6
+    candidates = search(profile, Plan(), TARGET, room=budget).candidates
+    least = min(candidates, key=lambda one: one.predicted.bytes.total)
+    assert least not in candidates[:6]
+
+    def compiled(subject, plans, target, processes):
+        factors = [1.0 if plan.mesh == least.plan.mesh else 10.0 for plan in plans]
+        sizes = [predict(profile, plan, target).bytes.total for plan in plans]
+        totals = [factor * size for factor, size in zip(factors, sizes, strict=True)]
+        return [{"device_bytes": {"total": one, "terms": {}}, "collectives": []} for one in totals]
+
+    monkeypatch.setattr(planned, "compiled", compiled)
+    monkeypatch.setattr(planned, "profile_task", lambda *_: profile)
+    monkeypatch.setattr(planned, "target_devices", lambda _: [])
+    answer = plan_run(
+        Subject.of(config), Plan(), TARGET, top=1, device_gb=budget / 1e9, processes=1
+    )
+    assert answer.plans[0].plan.mesh == least.plan.mesh

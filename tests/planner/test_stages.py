@@ -171,7 +171,7 @@ def test_a_model_without_stages_is_not_tried_on_others(llama, monkeypatch):
         for plan in plans:
             if "stage" in plan.mesh:
                 staged.append(plan)
-                found.append({"refused": "its loss cannot be cut"})
+                found.append({"refused": "mesh axis 'stage': its loss cannot be cut"})
                 continue
             total = predict(profile, plan, target).bytes.total
             facts = {"device_bytes": {"total": total, "terms": {}}, "collectives": [SENT]}

@@ -18,7 +18,7 @@ from colossax.config import (
     Segment,
 )
 from colossax.errors import PlanError
-from colossax.layerwise import running
+from colossax.layerwise import cut_loss, running
 from colossax.planner.counting.traced_flops import traced_flops
 from colossax.planner.deciding.trial import choosing_for
 from colossax.planner.profiling.outside import kept_bytes_of
@@ -29,6 +29,7 @@ from colossax.sharding import in_order, use
 from colossax.step.gradients.accumulate import objective
 from colossax.step.loss import SCALAR
 from colossax.step.microbatches import Weighing, batch_dims
+from colossax.step.stages import check_cut
 from colossax.step.step import Step
 from colossax.tasks import Task
 from colossax.typing import ParamInfo
@@ -70,6 +71,7 @@ class ModelProfile:
         whole: Whether a global batch is one microbatch: the loss compares its rows with each other,
             or gives one number, of which it is not known what each microbatch counts.
         kept: Bytes that backward needs of a row, of a model that has no layers known here.
+        staged: Whether stages might share the layers in one program.
     """
 
     infos: tuple[ParamInfo, ...]
@@ -83,6 +85,7 @@ class ModelProfile:
     pair_flops: float
     whole: bool = False
     kept: float = 0.0
+    staged: bool = True
 
     @functools.cached_property
     def maps_flops(self) -> float:
@@ -123,7 +126,7 @@ def profile_task(task: Task, plan: Plan, target: Target) -> ModelProfile:
     dims = batch_dims(dict(task.shapes), task.options.batch_dims)
     one_row = _with_rows(task, dims, 1)
     with choosing_for(target):
-        step, kinds, ends, whole, kept = _traced_kinds(one_row, bare(plan))
+        step, kinds, ends, whole, kept, staged = _traced_kinds(one_row, bare(plan))
         # Kernels do not say their FLOPs.
         pairs = sum((kind.calls * kind.traced.other_flops for kind in kinds), 0.0)
         learns = tuple(bool(learns) for learns in jax.tree.leaves(step.trainable))
@@ -148,6 +151,7 @@ def profile_task(task: Task, plan: Plan, target: Target) -> ModelProfile:
         pair_flops=pairs,
         whole=whole,
         kept=kept,
+        staged=staged,
     )
 
 
@@ -164,9 +168,12 @@ def bare(plan: Plan) -> Plan:
     )
 
 
-def _traced_kinds(task: Task, plan: Plan) -> tuple[Step, tuple[LayerKind, ...], float, bool, float]:
+def _traced_kinds(
+    task: Task, plan: Plan
+) -> tuple[Step, tuple[LayerKind, ...], float, bool, float, bool]:
     """The step, kinds of layers, FLOPs of what stands outside of them, forward, whether a batch is
-    one microbatch, and what is kept of a row where there are no layers."""
+    one microbatch, what is kept of a row where there are no layers, and whether stages might share
+    those that there are."""
     step, recorder = task_step(task, plan, jax.devices()[:1]), Recorder()
     call, terms = step.loss_call, set[str]()
     state, found = step.abstract, list[Any]()
@@ -185,8 +192,18 @@ def _traced_kinds(task: Task, plan: Plan) -> tuple[Step, tuple[LayerKind, ...], 
         infos = jax.tree.leaves(step.spec.infos)
         kinds = tuple(_kind(run, infos) for run in recorder.runs)
         kept = 0.0 if kinds else _kept_of_a_row(task, loss, args)
+        staged = len(kinds) == 1 and kinds[0].group == 1 and _shared(loss, args, kinds[0])
     layers = sum((kind.calls * kind.traced.counted_flops for kind in kinds), 0.0)
-    return step, kinds, whole - layers, call.whole_batch or SCALAR in terms, kept
+    return step, kinds, whole - layers, call.whole_batch or SCALAR in terms, kept, staged
+
+
+def _shared(loss: Any, args: tuple[Any, ...], kind: LayerKind) -> bool:
+    """Whether a loss can be cut at its layers, as stages have to."""
+    try:
+        check_cut(cut_loss(loss, *args), kind.leaves, range(len(jax.tree.leaves(args[0]))))
+    except PlanError:
+        return False
+    return True
 
 
 def _kept_of_a_row(task: Task, loss: Any, args: tuple[Any, ...]) -> float:

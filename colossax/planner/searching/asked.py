@@ -30,6 +30,10 @@ class Asked:
         """Sizes of axes, those that are left out among them."""
         return {**self.sizes, **dict.fromkeys(sorted(self.forbidden), 1)}
 
+    def without(self, axis: str) -> "Asked":
+        """The same, with a mesh axis left out."""
+        return dataclasses.replace(self, sizes={**self.sizes, axis: 1})
+
     @property
     def shown(self) -> str:
         """For people; empty where nothing is asked."""

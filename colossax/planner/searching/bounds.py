@@ -72,6 +72,8 @@ class Bounds:
         self._rates, self._within = rates, max([rates.node.bytes_per_s, *own])
         self._between = max([rates.network.bytes_per_s, *own])
         self._wide = np.dtype(plan.precision.compute).itemsize
+        reduced = (plan.precision.reduction or plan.precision.compute, plan.precision.accumulation)
+        self._summed = min(np.dtype(each).itemsize for each in reduced)
         self._at_rest = np.dtype(plan.precision.params).itemsize
         self._layers, self._ends = least_seconds(profile, target, rates)
 
@@ -80,7 +82,7 @@ class Bounds:
         every = [
             (self.of(mesh, way), mesh, way)
             for mesh in meshes(self._target, self._limits, pinned)
-            for way in ruled(self._plan, mesh, self._limits)
+            for way in ruled(self._plan, mesh, self._limits, pinned)
         ]
         yield from sorted(every, key=lambda one: one[0])
 
@@ -125,12 +127,13 @@ class Bounds:
             one = (1 - 1 / (data * fsdp * expert)) / rate
             theirs = (1 - 1 / (data * fsdp)) / rate
             sent = one * numbers + theirs * experts
-            return sums * self._wide * sent, self._at_rest * sent
+            return sums * self._summed * sent, self._at_rest * sent
         gathers = 1.0 if way.whole else 2 * runs
         own = (1 - 1 / (fsdp * expert)) * numbers + (1 - 1 / fsdp) * experts
-        found = (gathers + sums) * self._wide * own / self._rate(mesh, MeshAxis.FSDP)
+        sent = (gathers * self._wide + sums * self._summed) * own
+        found = sent / self._rate(mesh, MeshAxis.FSDP)
         if data > 1:
-            held = self._wide * (numbers / fsdp / expert / along + experts / fsdp)
+            held = self._summed * (numbers / fsdp / expert / along + experts / fsdp)
             found += 2 * (1 - 1 / data) * sums * held / self._rate(mesh, MeshAxis.DATA)
         return found, 0.0
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 from colossax.aot import Target
-from colossax.config import BatchConfig, MeshAxis, PipelineConfig, Plan, preset
+from colossax.config import BatchConfig, FrozenDict, MeshAxis, PipelineConfig, Plan, preset
 from colossax.config.rules import Rules
 from colossax.planner.profiling import ModelProfile
 
@@ -33,7 +33,7 @@ class Limits:
         heads: Of attention; 0 where parameters have no dim of that name.
         travels: Whether keys and values are known that would travel among parts of a sequence.
         experts: Of a mixture; 0 without one.
-        layers: That stages may share; 0 where layers are of several kinds.
+        layers: That stages may share; 0 where they cannot.
     """
 
     rows: int
@@ -53,7 +53,7 @@ def limits_of(profile: ModelProfile) -> Limits:
     experts = [
         info.shape[info.dims.index("experts")] for info in profile.infos if "experts" in info.dims
     ]
-    alike = profile.kinds if len(profile.kinds) == 1 and profile.kinds[0].group == 1 else ()
+    alike = profile.kinds if profile.staged else ()
     return Limits(
         rows=profile.rows,
         tokens=functools.reduce(math.gcd, (kind.tokens for kind in profile.kinds), profile.tokens),
@@ -145,8 +145,13 @@ class Way(NamedTuple):
         return self.stored and self.chunks == 1 and not self.whole and not self.once
 
 
-def ruled(plan: Plan, mesh: Mapping[str, int], limits: Limits) -> Iterator[Way]:
+def ruled(
+    plan: Plan, mesh: Mapping[str, int], limits: Limits, pinned: Mapping[str, int] = FrozenDict()
+) -> Iterator[Way]:
     """Each way to have a mesh.
+
+    Rules that split optimizer state alone do so over `data` as over `fsdp`, so that one of the two
+    stands for both, unless either is given.
 
     Where `tensor` divides the tokens, the sequence is split over it between blocks: the same bytes
     are sent, and less is kept. Under stages weights may be gathered, and gradients summed, for each
@@ -158,15 +163,19 @@ def ruled(plan: Plan, mesh: Mapping[str, int], limits: Limits) -> Iterator[Way]:
         tensor = "+megatron_sp"
     sizes = {axis: n for axis, n in mesh.items() if n > 1} or {"data": 1}
     stages, split = mesh[MeshAxis.STAGE], mesh[MeshAxis.FSDP] > 1
+    given = {MeshAxis.DATA, MeshAxis.FSDP} & pinned.keys()
+    states = mesh[MeshAxis.DATA] * mesh[MeshAxis.FSDP] > 1 if given else split
+    states = states and (bool(given) or mesh[MeshAxis.DATA] == 1)
     if stages == 1:
-        for name in ("zero3", "zero2") if split else ("zero3",):
+        for name in ("zero3", "zero2") if states else ("zero3",):
             rules = rules_of(name + tensor)
             make = functools.partial(plan.replace, mesh=sizes, rules=rules)
             yield Way(name + tensor, rules, name == "zero3", 1, False, False, make)
         return
-    summed = split or mesh[MeshAxis.DATA] > 1
     ways = [("zero3", "microbatch", False)]
-    ways += [("zero3", "step", False)] * split + [("zero1", "microbatch", True)] * summed
+    # Gathered or summed once a step, experts would be whole on every device of their group.
+    if mesh[MeshAxis.EXPERT] == 1:
+        ways += [("zero3", "step", False)] * split + [("zero1", "microbatch", True)] * states
     for chunks in CHUNKS:
         if limits.layers % (stages * chunks):
             continue

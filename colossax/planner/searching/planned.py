@@ -154,8 +154,8 @@ def plan_run(
     asked.check(profile)
     found = search(profile, plan, target, room=room, asked=asked, count=_TRIED * top)
     tell(
-        f"{found.scored} ways to run on {target.size} x {target.gpu.name} scored; of those that"
-        f" might be fastest {len(found.candidates)} fit"
+        f"{found.scored} plans on {target.size} x {target.gpu.name} scored, those that might be"
+        f" fastest; {len(found.candidates)} meshes fit"
     )
 
     def enough() -> str:
@@ -182,8 +182,12 @@ def plan_run(
         count = top - len(proving.proved)
         proving.take(waiting[:count])
         waiting = waiting[count:]
-        if proving.unstaged:
-            waiting = [one for one in waiting if one.plan.mesh.get(MeshAxis.STAGE, 1) == 1]
+        if proving.unstaged and MeshAxis.STAGE not in asked.pinned:
+            asked = asked.without(MeshAxis.STAGE)
+            found = search(profile, plan, target, room=room, asked=asked, count=_TRIED * top)
+            waiting = [one for one in found.candidates if one.plan not in proving.seen]
+    if waiting and proving.compiled and not proving.proved:  # that which needs least has its turn
+        proving.take([min(waiting, key=lambda one: one.predicted.bytes.total)])
     if not proving.proved:
         raise PlanError(_nothing(found, room, target, proving) + enough())
     plans = sorted(proving.proved, key=lambda one: one.seconds.total)
@@ -222,6 +226,7 @@ class _Proving:
         self.proved: list[Planned] = []
         self.compiled = self.tried = 0
         self.unstaged = False
+        self.seen: list[Plan] = []
         self.refusal = ""
 
     def take(self, candidates: list[Candidate]) -> None:
@@ -232,7 +237,7 @@ class _Proving:
             if "refused" in found:
                 self._tell(f"{one.label}: refused, {found['refused']}")
                 # What is wrong with a model's layers, or its loss, is so on any number of stages.
-                self.unstaged |= one.plan.mesh.get(MeshAxis.STAGE, 1) > 1
+                self.unstaged |= found["refused"].startswith("mesh axis 'stage'")
                 continue
             planned = self._planned(one, found)
             changed = self._again(one, found)
@@ -258,6 +263,7 @@ class _Proving:
         if len(now) < len(found):
             self._tell(f"{len(found) - len(now)} of them were compiled before, and are not again")
         self.tried += len(found)
+        self.seen += plans
         refusals = [one["refused"] for one in found if "refused" in one]
         self.refusal = refusals[-1] if refusals else self.refusal
         return found

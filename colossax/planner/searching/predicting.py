@@ -26,9 +26,10 @@ from colossax.planner.searching.sends import (
     weights_sent,
     widths,
 )
-from colossax.planner.searching.stages import Stages, stages_sent
+from colossax.planner.searching.stages import stages_of, stages_sent
 from colossax.planner.searching.touched import touched_by_microbatch, touched_by_step
 from colossax.sharding import activation_axes, batch_axes, seq_axes
+from colossax.step.microbatches import PER_STAGE
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,7 +92,7 @@ class OnMesh:
         if profile.tokens % along:
             raise PlanError(f"{profile.tokens} tokens cannot be shared by {along} devices")
         self.stored: Stored = stored(profile, self.parts)
-        self.stages = Stages.of(plan, self.parts)
+        self.stages = stages_of(plan, self.parts)
         self._along = along
         self._tensor = self.parts.size((MeshAxis.TENSOR.value,))
         self._splits = MeshAxis.TENSOR.value in activation_axes(bound, "seq:residual")
@@ -331,8 +332,9 @@ def predict(
     batch = plan.batch
     rows = batch.microbatch or mesh.rows // batch.accumulation
     if mesh.stages.count > 1 and batch.microbatch is None:
-        wanted = plan.pipeline.microbatches or 4 * mesh.stages.count
-        rows = max(1, rows // wanted)
+        most = min(PER_STAGE * mesh.stages.count, rows)
+        of_rows = next(n for n in range(most, 0, -1) if not rows % n)
+        rows //= plan.pipeline.microbatches or of_rows
     calls = [kind.calls // mesh.stages.share for kind in profile.kinds]
     policies = [
         [(count, names_of(plan) & _named(kind))]

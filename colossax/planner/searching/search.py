@@ -301,7 +301,8 @@ def told(one: Candidate) -> str:
     """Microbatches and policies of a plan, for people."""
     plan, count = one.plan, one.predicted.microbatches
     rows, staged = plan.batch.microbatch, plan.mesh.get(MeshAxis.STAGE, 1) > 1
-    every = " of each stage" + " chunk" * (plan.pipeline.chunks > 1) if staged else ""
+    every = " of each stage" if plan.pipeline.chunks == 1 else " of each chunk of a stage"
+    every *= staged
     layers = [
         f"{'all layers' if part.count == -1 else f'{part.count} layers{every}'}"
         + {"full": " recompute all", "none": " keep all"}.get(part.remat, f" keep {part.remat}")

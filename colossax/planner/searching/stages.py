@@ -10,6 +10,7 @@ import math
 import numpy as np
 
 from colossax.config import MeshAxis, Plan
+from colossax.errors import PlanError
 from colossax.planner.profiling import ModelProfile
 from colossax.planner.searching.parts import Parts
 from colossax.planner.searching.sends import Sent, Tokens
@@ -32,17 +33,6 @@ class Stages:
     chunks: int = 1
     whole: bool = False
     once: bool = False
-
-    @classmethod
-    def of(cls, plan: Plan, parts: Parts) -> "Stages":
-        """As a plan asks for."""
-        count, asked = parts.size((STAGE,)), plan.pipeline
-        return cls(
-            count=count,
-            chunks=asked.chunks_of_stage if count > 1 else 1,
-            whole=count > 1 and asked.gather == "step",
-            once=plan.batch.reduce_once,
-        )
 
     @property
     def share(self) -> int:
@@ -73,6 +63,29 @@ class Stages:
 
 ONE_STAGE = Stages()
 """A plan without."""
+
+
+def stages_of(plan: Plan, parts: Parts) -> Stages:
+    """As a plan asks for.
+
+    Raises:
+        PlanError: For stages or a schedule that no formula here is of.
+    """
+    count, asked, once = parts.size((STAGE,)), plan.pipeline, plan.batch.reduce_once
+    if count == 1:
+        return Stages(once=once)
+    if asked.cuts is not None or asked.table is not None:
+        raise PlanError(
+            "plan.pipeline: formulas know stages of as many layers each under a schedule by its"
+            " name; leave cuts and table out here, or count the plan with colossax inspect"
+        )
+    if asked.resolved not in ("1f1b", "interleaved"):
+        raise PlanError(
+            f"plan.pipeline.schedule: formulas know 1f1b and interleaved, and found"
+            f" '{asked.resolved}'; give one of these, or count the plan with colossax inspect"
+        )
+    chunks = asked.chunks_of_stage
+    return Stages(count=count, chunks=chunks, whole=asked.gather == "step", once=once)
 
 
 def stages_sent(

@@ -126,11 +126,11 @@ def true_seconds(predicted: Seconds, found: Compiled) -> Seconds:
     predicted, for what is compiled without a device is not tuned.
     """
     collectives = found["collectives"]
-    exposed = sum(one["exposed_s"] for one in collectives)
+    exposed = sum((one["exposed_s"] for one in collectives), 0.0)
     return dataclasses.replace(
         predicted,
         waited=exposed,
-        beside=sum(one["seconds"] for one in collectives) - exposed,
+        beside=sum((one["seconds"] for one in collectives), 0.0) - exposed,
     )
 
 

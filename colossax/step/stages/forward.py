@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -83,7 +83,8 @@ class Stages:
         self._micro, self.routes = micro, routes
         first = (*params, *micro.first, micro.weighing)
         self.cut: CutLoss = cut_loss(loss, *first)
-        _check(self.cut, *(len(jax.tree.leaves(tree)) for tree in params))
+        outer, inner = (len(jax.tree.leaves(tree)) for tree in params)
+        check_cut(self.cut, range(outer, outer + inner), range(outer + inner))
         self.count = bound.mesh.shape[MeshAxis.STAGE]
         _check_runs(self.cut, bound, len(routes.order))
         carry, side, _ = jax.eval_shape(self.cut.before, *first)
@@ -317,16 +318,19 @@ def _check_runs(cut: CutLoss, bound: BoundPlan, chunks: int) -> None:
         )
 
 
-def _check(cut: CutLoss, outer: int, inner: int) -> None:
-    """Refuse a loss that the stages cannot share.
+def check_cut(cut: CutLoss, of_stack: Iterable[int], of_all: Iterable[int]) -> None:
+    """Refuse a loss that stages cannot share.
 
     Args:
         cut: The loss.
-        outer: Leaves of its first argument, parameters outside of stacks.
-        inner: Of its second.
+        of_stack: Which leaves of its arguments are parameters of the stack.
+        of_all: Which are parameters.
+
+    Raises:
+        PlanError: What it does that they cannot.
     """
     path = cut.runs[0].layers.key[0]
-    stack, own = set(range(outer, outer + inner)), set(range(outer + inner))
+    stack, own = set(of_stack), set(of_all)
     problem = None
     if any(run.layers.group != 1 for run in cut.runs):
         problem = f"layers of stack '{path}' are of kinds that take turns"
