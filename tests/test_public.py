@@ -208,6 +208,7 @@ FILES_FOR_THE_COMMAND_LINE = {
     "colossax.models.hf",
     "colossax.pallas.bench",
     "colossax.pipeline.measured",
+    "colossax.planner.auto",
     "colossax.planner.counting.inspection_plot",
     "colossax.planner.telling.plan_plot",
     "colossax.planner.deciding.measuring",

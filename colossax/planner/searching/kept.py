@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 
-import colossax
 from colossax.aot import Target
 from colossax.compat import cudnn_installed
 from colossax.config import Plan, cache_folder, to_json
@@ -25,6 +24,8 @@ from colossax.tasks.config import train_config_to_json
 
 FORMAT = 1
 """Of what is kept."""
+
+_PACKAGE = Path(__file__).resolve().parents[2]
 
 _COMPILERS = (
     "jax",
@@ -68,7 +69,7 @@ def entry_of(task: Task, config: TrainConfig | None, plan: Plan, target: Target)
         "plan": to_json(plan),
         "target": [target.name, target.network.name, target.between.name],
         "source": _source(),
-        "versions": [FORMAT, colossax.__version__, *map(_version, _COMPILERS)],
+        "versions": [FORMAT, *map(_version, _COMPILERS)],
         "cudnn": cudnn_installed(),
         "settings": [str(jax.config.values[name]) for name in _SETTINGS],
         "environment": {name: os.environ[name] for name in sorted(os.environ) if _decides(name)},
@@ -116,10 +117,10 @@ def _program(task: Task, plan: Plan, target: Target) -> list[Any]:
 @functools.cache
 def _source() -> str:
     """Hash of the library's source: read once, so that an edit while it runs does not count."""
-    total, package = hashlib.sha256(), Path(colossax.__file__).parent
-    for file in sorted(package.rglob("*")):
+    total = hashlib.sha256()
+    for file in sorted(_PACKAGE.rglob("*")):
         if file.suffix in (".py", ".json"):
-            total.update(file.relative_to(package).as_posix().encode())
+            total.update(file.relative_to(_PACKAGE).as_posix().encode())
             total.update(hashlib.sha256(file.read_bytes()).digest())
     return total.hexdigest()
 
