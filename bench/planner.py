@@ -99,6 +99,8 @@ CASES = (
     Case("gpt2_124m", NODE, {"fsdp": 8}, rows=16),
     Case("gpt2_124m", NODE, {"data": 8}, "qkv+attention+mlp", rows=16),
     Case("qwen3_0p6b", NODE, {"data": 8}, rows=2, chunks=16),
+    Case("llama3_8b", NODE, {"data": 2, "fsdp": 2, "tensor": 2}, rows=2, preset=SPLIT),
+    Case("mixtral_8x7b", EIGHT, {"data": 2, "fsdp": 8, "expert": 4}, "attention"),
     Case("llama3_8b", NODE, {"stage": 2, "fsdp": 4}, accumulation=8),
     Case("llama3_8b", NODE, {"stage": 4, "fsdp": 2}, accumulation=16),
     Case("llama3_8b", NODE, {"stage": 4, "fsdp": 2}, "attention", accumulation=16),

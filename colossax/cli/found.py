@@ -58,6 +58,8 @@ def plan_found(
     values = [(n, text) for n, text in overrides if n.startswith("plan.") and n not in _HELD]
 
     def over(plan: Plan) -> Plan:
+        if "plan.batch.accumulation" in names:  # one follows from the other
+            plan = plan.replace(batch=dataclasses.replace(plan.batch, microbatch=None))
         return apply_overrides(dataclasses.replace(base, plan=plan), values).plan
 
     return find_plan(

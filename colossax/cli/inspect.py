@@ -141,6 +141,8 @@ def _changed(
 
 
 def _compare_layouts(args: argparse.Namespace, overrides: list[Override]) -> int:
+    if args.plan == AUTO:
+        raise InputError("--compare-layouts and --plan auto: each looks for a plan; leave one out")
     if args.compare_layouts < 0:
         raise InputError(
             f"--compare-layouts: found {args.compare_layouts}; give how many to compile, or nothing"

@@ -123,8 +123,12 @@ def step_options(options: Mapping[str, Any], verb: str = "boost") -> StepOptions
     return StepOptions(**options)
 
 
-def as_plan(plan: Any) -> Plan:
+def as_plan(plan: Any, verb: str = "boost") -> Plan:
     """A plan, or the preset of this name.
+
+    Args:
+        plan: Either.
+        verb: Of the call that was given it.
 
     Raises:
         InputError: It is neither.
@@ -134,7 +138,7 @@ def as_plan(plan: Any) -> Plan:
     if not isinstance(plan, Plan):
         mesh = plan if isinstance(plan, Mapping) else {"fsdp": 8}
         raise InputError(
-            f"boost: plan is {_shown(plan)}; give the name of a preset, as 'zero3', or a plan, as"
+            f"{verb}: plan is {_shown(plan)}; give the name of a preset, as 'zero3', or a plan, as"
             f" colossax.Plan(mesh={dict(mesh)})"
         )
     return plan

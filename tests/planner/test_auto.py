@@ -107,8 +107,8 @@ def test_a_mesh_that_is_given_holds_and_the_best_is_told(by_formula):
     assert found.mesh == {"fsdp": 4, "tensor": 2}
     assert best.mesh != found.mesh
     assert find(plan)[0].mesh == best.mesh
-    with pytest.raises(PlanError, match="axis 'stage' is given, which --plan auto does not search"):
-        find(plan.replace(mesh={"stage": 2, "fsdp": 4}), mesh_given=True)
+    with pytest.raises(PlanError, match="axis 'ring_in' is given, which --plan auto does not"):
+        find(plan.replace(mesh={"ring_in": 2, "fsdp": 4}), mesh_given=True)
 
 
 @pytest.mark.catches("too-large-by-hand-is-named")

@@ -16,6 +16,7 @@ from colossax.aot import Target
 from colossax.compat import cudnn_installed
 from colossax.config import Plan, cache_folder, to_json
 from colossax.documents import parse_json, read_small
+from colossax.errors import PlanError
 from colossax.files import write_whole
 from colossax.planner.counting.compiled import lowered_task, settle_task_for_target
 from colossax.sharding import compiler_options
@@ -56,7 +57,8 @@ def entry_of(task: Task, config: TrainConfig | None, plan: Plan, target: Target)
         target: What for.
 
     Raises:
-        PlanError: With code of one's own: model, batch or devices do not fit the plan.
+        PlanError: With code of one's own: model, batch or devices do not fit the plan, or its
+            stages have programs of their own.
 
     Cost: of a run of the library none, but for the first call, which reads the library's source;
     else the step is traced.
@@ -110,6 +112,8 @@ def keep(entry: Path, found: Mapping[str, Any]) -> None:
 def _program(task: Task, plan: Plan, target: Target) -> list[Any]:
     """A step of one's own, as the compiler gets it."""
     settled = settle_task_for_target(task, plan, target)
+    if settled.pipeline.cuts is not None:
+        raise PlanError("plan.pipeline.cuts: stages with programs of their own have no one program")
     step, _, lowered = lowered_task(task, settled, target)
     return [lowered.as_text(), dict(compiler_options(step.bound))]
 

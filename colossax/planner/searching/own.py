@@ -10,7 +10,7 @@ from colossax.config import Plan
 from colossax.errors import InputError
 from colossax.nn import GivenDims, MakeModels
 from colossax.optim import Optimizer
-from colossax.planner.arguments import check_arguments, step_options
+from colossax.planner.arguments import as_plan, check_arguments, step_options
 from colossax.planner.searching.pins import asked_of
 from colossax.planner.searching.planned import Answer, plan_run
 from colossax.planner.searching.verifying import Subject, Tell
@@ -25,7 +25,7 @@ def plan(
     batch: Mapping[str, Any],
     target: Target | str,
     *,
-    given: Plan | None = None,
+    given: Plan | str | None = None,
     pins: Iterable[str] = (),
     forbidden: Iterable[str] = (),
     top: int = 3,
@@ -49,11 +49,12 @@ def plan(
         optimizer: See `boost`.
         batch: A global batch, or its shapes.
         target: As `aot.parse_target` reads it, such as `h100:1x8`.
-        given: Precision, kernels and all that is not searched; default `Plan()`.
+        given: Precision, kernels and all that is not searched: a plan, or a preset's name; default
+            `Plan()`.
         pins: What is to hold: a mesh axis and its size, `tensor=4`, or a dim of parameters and the
             axes that split it, `embed=fsdp`.
         forbidden: Mesh axes that are left out.
-        top: How many plans to compile and name.
+        top: How many plans to compile and name, 1 or more.
         verify: Whether they are compiled; else formulas alone speak.
         device_gb: Budget of a device in 1e9 bytes; default what a step may take of its memory.
         dims: See `boost`.
@@ -69,6 +70,7 @@ def plan(
     looked at, one after another; what an earlier search compiled is read from the cache folder.
     """
     check_arguments(make_model, optimizer, loss, "plan")
+    _check(target, pins, forbidden, top, device_gb)
     for name in ("shapes", "disk"):
         if name in options:
             raise InputError(
@@ -89,7 +91,7 @@ def plan(
     )
     return plan_run(
         Subject(task=task, fresh=fresh),
-        Plan() if given is None else given,
+        Plan() if given is None else as_plan(given, "plan"),
         parse_target(target) if isinstance(target, str) else target,
         asked=asked_of(pins, forbidden),
         top=top,
@@ -97,6 +99,25 @@ def plan(
         device_gb=device_gb,
         tell=tell,
     )
+
+
+def _check(target: Any, pins: Any, forbidden: Any, top: int, device_gb: float | None) -> None:
+    """Refuse what is another thing than what is asked for.
+
+    Raises:
+        InputError: It is.
+    """
+    if not isinstance(target, str | Target):
+        raise InputError(
+            f"plan: target is {target!r}; give it as text, as 'h100:1x8', or as parse_target has it"
+        )
+    for name, given, example in (("pins", pins, "tensor=4"), ("forbidden", forbidden, "ring")):
+        if isinstance(given, str):
+            raise InputError(f"plan: {name} is the text '{given}'; give several, as ['{example}']")
+    if top < 1:
+        raise InputError(f"plan: top is {top}; give 1 or more")
+    if device_gb is not None and device_gb <= 0:
+        raise InputError(f"plan: device_gb is {device_gb:g}; give more than 0")
 
 
 def _shapes(batch: Any) -> dict[str, jax.ShapeDtypeStruct]:

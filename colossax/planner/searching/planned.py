@@ -204,8 +204,8 @@ def _check_searched(plan: Plan) -> None:
     placed = any(segment.offload != "none" for segment in plan.segments)
     if placed or offload != OffloadConfig():
         raise PlanError(
-            "plan.offload: host memory is not searched yet; leave it out here, or find shares for a"
-            " mesh of your own with colossax inspect --plan.offload auto"
+            "plan.offload: host memory is not searched yet; switch it off (--plan.offload none), or"
+            " find shares for a mesh of your own with colossax inspect --plan.offload auto"
         )
 
 

@@ -16,6 +16,7 @@ from colossax.errors import PlanError
 from colossax.planner.profiling import ModelProfile
 from colossax.planner.searching.asked import NOTHING_ASKED, Asked
 from colossax.planner.searching.bounds import Bounds, Fastest, divisors
+from colossax.planner.searching.meshes import limits_of
 from colossax.planner.searching.parts import Choices
 from colossax.planner.searching.policies import Policy, fastest_mix
 from colossax.planner.searching.predicting import OnMesh, Policies, Prediction
@@ -45,16 +46,22 @@ class Candidate:
     """A plan and what formulas say of it.
 
     Attributes:
-        label: Mesh and rules, for people.
+        words: Rules, and how stages run, for people.
         base: The plan on its mesh.
         way: How it runs there.
         predicted: Bytes and seconds.
     """
 
-    label: str
+    words: str
     base: Plan
     way: _Scored
     predicted: Prediction
+
+    @property
+    def label(self) -> str:
+        """Mesh and `words`."""
+        sizes = [f"{axis}={n}" for axis, n in self.base.mesh.items() if n > 1]
+        return " ".join([*sizes, self.words])
 
     @functools.cached_property
     def plan(self) -> Plan:
@@ -133,10 +140,9 @@ def search(
         if not asked.held(profile.infos, on_mesh.parts):
             continue
         bounds.learn(mesh, on_mesh)
-        label = " ".join([*(f"{axis}={n}" for axis, n in mesh.items() if n > 1), way.words])
         best, least, number = _best(on_mesh, plan.loss.vocab_chunks, room)
         scored += number
-        one = _candidate(label, ruled_plan, on_mesh, least if best is None else best)
+        one = _candidate(way.words, ruled_plan, on_mesh, least if best is None else best)
         if best is not None:
             found.append(one)
             fastest.add(best.seconds)
@@ -159,12 +165,12 @@ def again(
     """The fastest on a candidate's mesh that formulas fit into `room`; None where nothing does."""
     on_mesh = OnMesh(profile, one.plan, target, rates=rates)
     best, _, _ = _best(on_mesh, one.plan.loss.vocab_chunks, room)
-    return None if best is None else _candidate(one.label, one.plan, on_mesh, best)
+    return None if best is None else _candidate(one.words, one.plan, on_mesh, best)
 
 
-def _candidate(label: str, plan: Plan, on_mesh: OnMesh, chosen: "_Scored") -> Candidate:
+def _candidate(words: str, plan: Plan, on_mesh: OnMesh, chosen: "_Scored") -> Candidate:
     return Candidate(
-        label=label,
+        words=words,
         base=plan,
         way=chosen,
         predicted=on_mesh.predicted(chosen.rows, chosen.mix, chosen.chunks),
@@ -173,6 +179,11 @@ def _candidate(label: str, plan: Plan, on_mesh: OnMesh, chosen: "_Scored") -> Ca
 
 def _no_mesh(profile: ModelProfile, target: Target, asked: Asked, *, divided: bool) -> str:
     told = f" with {asked.shown}" if asked.shown else ""
+    stages, layers = asked.pinned.get(MeshAxis.STAGE, 1), limits_of(profile).layers
+    if stages > 1 and (not layers or layers % stages):
+        problem = f"do not divide {layers} layers" if layers else "cannot share this model's layers"
+        instead = "pin a number that does, or none" if layers else "pin no stages"
+        return f"plan: {stages} stages {problem} in one program; {instead}"
     if divided:
         return (
             f"plan: no mesh of {target.size} devices has what is asked for, {asked.shown}; pin less"

@@ -75,7 +75,7 @@ def _size(count: float) -> str:
 
 def words(one: Planned) -> str:
     """A plan in a sentence."""
-    return f"{_mesh_words(one.plan)}; {told(one.candidate)}"
+    return f"{_mesh_words(one.plan)}, {one.candidate.words}; {told(one.candidate)}"
 
 
 def _mesh_words(plan: Plan) -> str:
