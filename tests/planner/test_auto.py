@@ -149,7 +149,7 @@ def test_a_run_keeps_the_plan_that_was_found_and_goes_on_with_it(
     monkeypatch.setattr(auto, "target_here", lambda _: TARGET)
     given = ["--plan", "auto", "--plan.mesh", "fsdp=8", "--plan.remat", "full", "--steps", "1"]
     assert main(["train", "vit_digits", *words, *given]) == 0
-    assert f"plan auto, {TARGET.name}: fsdp over 8; " in capsys.readouterr().err
+    assert f"plan auto, {TARGET.name}: fsdp over 8, zero" in capsys.readouterr().err
     written = json.loads((tmp_path / "run" / "run.json").read_text("utf-8"))
     plan = Plan.from_json(written["config"]["plan"])
     assert plan.mesh == {"fsdp": 8}

@@ -1,7 +1,9 @@
 """Plans as they are, predicted: those that are written by hand too."""
 
 import dataclasses
+import math
 
+import jax
 import pytest
 
 from colossax.aot import parse_target
@@ -12,6 +14,7 @@ from colossax.planner.searching.parts import Parts, abstract
 from colossax.planner.searching.search import search
 from colossax.planner.searching.seconds import link_along, rates_of
 from colossax.recipes import recipe
+from colossax.sharding import resolve
 from colossax.tasks import task_of
 
 TARGET = parse_target("h100:1x8")
@@ -116,3 +119,29 @@ def test_what_needs_least_is_compiled_before_all_is_refused(monkeypatch):
         Subject.of(config), Plan(), TARGET, top=1, device_gb=budget / 1e9, processes=1
     )
     assert answer.plans[0].plan.mesh == least.plan.mesh
+
+
+@pytest.mark.catches("gradients-divided-twice")
+@pytest.mark.parametrize(
+    ("name", "mesh", "rules"),
+    [
+        ("llama_tiny", {"data": 4, "tensor": 2}, "zero3+megatron_sp"),
+        ("moe_tiny", {"data": 2, "expert": 4}, "zero3"),
+        ("moe_tiny", {"data": 2, "fsdp": 2, "expert": 2}, "zero3"),
+    ],
+)
+def test_sums_over_data_are_of_all_that_a_device_holds(name, mesh, rules):
+    config = recipe(name)
+    profile = profile_task(task_of(config), Plan(), TARGET)
+    plan, truth = preset(rules, mesh=mesh), 0.0
+    bound = abstract(plan, 8)
+    for info in profile.infos:
+        spec = resolve(bound, "gradients", info.dims, info.shape)
+        parts = math.prod(mesh.get(axis, 1) for axis in jax.tree.leaves(tuple(spec)))
+        # Devices along these hold the same tokens' experts, or other tokens of the same matrix.
+        others = [a for a in ("data", "fsdp", "expert") if a not in jax.tree.leaves(tuple(spec))]
+        ways = math.prod(mesh.get(axis, 1) for axis in others)
+        truth += 2 * (ways - 1) / ways * math.prod(info.shape) / parts * 4
+    sent = predict(profile, plan, TARGET).sent
+    found = sum(one.bytes for one in sent if one.kind == "all-reduce" and "data" in one.axes)
+    assert found == pytest.approx(truth, rel=1e-6)

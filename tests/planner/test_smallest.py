@@ -76,13 +76,13 @@ def test_the_least_budget_does_and_less_does_not(llama):
 @pytest.mark.parametrize(
     ("target", "device_gb", "said"),
     [
-        ("h100:1x1", None, r"; give h100:1x4 \(the fewest of these GPUs that fit it by formula\),"),
+        ("h100:1x1", None, r"; give h100:1x2 \(the fewest of these GPUs that fit it by formula\),"),
         (
             "h100:1x1",
             None,
             r"GPUs of which it may take 1\d\d\.\d GB \(the least, by formula\), sho",
         ),
-        ("h100:1x8", 10.0, r"--device-gb 2\d\.\d \(the least that fits it by formula\), shorter r"),
+        ("h100:1x8", 10.0, r"--device-gb 1\d\.\d \(the least that fits it by formula\), shorter r"),
         (
             "h100:1x1",
             0.05,

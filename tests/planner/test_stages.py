@@ -113,7 +113,8 @@ def test_stages_may_be_asked_for_and_are_told(llama):
         counts = [part.count for part in one.plan.segments]
         assert counts == [-1] or sum(counts) == 32 // 4 // one.plan.pipeline.chunks
     mixed = next(one for one in found.candidates if len(one.plan.segments) > 1)
-    assert "layers of each stage" in told(mixed)
+    several = mixed.plan.pipeline.chunks > 1
+    assert f"layers of each {'chunk of a ' * several}stage keep" in told(mixed)
     none = search(profile, config.plan, NODE, room=60e9, asked=Asked(sizes={"stage": 1}))
     assert all("stage" not in one.plan.mesh for one in none.candidates)
 

@@ -112,7 +112,7 @@ def keep(entry: Path, found: Mapping[str, Any]) -> None:
 def _program(task: Task, plan: Plan, target: Target) -> list[Any]:
     """A step of one's own, as the compiler gets it."""
     settled = settle_task_for_target(task, plan, target)
-    if settled.pipeline.cuts is not None:
+    if settled.plan.pipeline.cuts is not None:
         raise PlanError("plan.pipeline.cuts: stages with programs of their own have no one program")
     step, _, lowered = lowered_task(task, settled, target)
     return [lowered.as_text(), dict(compiler_options(step.bound))]
