@@ -8,12 +8,13 @@ splits them likewise.
 
 import functools
 import heapq
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from colossax.aot import Target
+from colossax.aot import Link, Target
 from colossax.config import MeshAxis, Plan
 from colossax.planner.profiling import ModelProfile, bare
 from colossax.planner.searching.meshes import AXES, Way, limits_of, meshes, ruled
@@ -49,7 +50,21 @@ class Fastest:
 class Bounds:
     """Of a model on a target."""
 
-    def __init__(self, profile: ModelProfile, plan: Plan, target: Target, rates: Rates):
+    def __init__(
+        self,
+        profile: ModelProfile,
+        plan: Plan,
+        target: Target,
+        rates: Rates,
+        room: float = math.inf,
+    ):
+        """Args:
+        profile: The model.
+        plan: See `search`.
+        target: Where.
+        rates: Of devices and links.
+        room: Bytes of a device.
+        """
         self._profile, self._target, self._plan = profile, target, bare(plan)
         self._limits = limits_of(profile)
         self._sent: dict[tuple[int, ...], dict[tuple[str, bool], float]] = {}
@@ -63,18 +78,44 @@ class Bounds:
             for info in stacked
             if "embed" in info.dims and "experts" not in info.dims
         )
+        dense = [
+            info.shape[info.dims.index("embed")]
+            for info in stacked
+            for _ in range(info.total_layers or 0)
+            if "embed" in info.dims and "experts" not in info.dims
+        ]
+        self._collectives, self._embed = len(dense), functools.reduce(math.gcd, dense, 0)
         self._experts = sum(
             math.prod(info.shape)
             for info in stacked
             if "experts" in info.dims and "expert_embed" in info.dims
         )
-        own = [link.bytes_per_s for link in rates.kinds.values()]
-        self._rates, self._within = rates, max([rates.node.bytes_per_s, *own])
-        self._between = max([rates.network.bytes_per_s, *own])
+        self._rates, kinds = rates, list(rates.kinds.values())
+        self._within, self._between = (
+            Link(
+                name="bound",
+                latency_s=min(each.latency_s for each in (link, *kinds)),
+                bytes_per_s=max(each.bytes_per_s for each in (link, *kinds)),
+            )
+            for link in (rates.node, rates.network)
+        )
         self._wide = np.dtype(plan.precision.compute).itemsize
         reduced = (plan.precision.reduction or plan.precision.compute, plan.precision.accumulation)
         self._summed = min(np.dtype(each).itemsize for each in reduced)
         self._at_rest = np.dtype(plan.precision.params).itemsize
+        # Where all shared all of it, states would take this much of a device.
+        states = sum(
+            math.prod(info.shape) * (info.at_rest(plan.precision.params).itemsize + moment)
+            for info, moment in zip(profile.infos, profile.moments, strict=True)
+        )
+        self._room = room - states / target.size
+        kept = (
+            kind.calls * array.bytes / profile.tokens
+            for kind in profile.kinds
+            for array in kind.traced.kept
+            if array.name == "input"
+        )
+        self._stream = sum(kept, 0.0)
         self._layers, self._ends = least_seconds(profile, target, rates)
 
     def ordered(self, pinned: Mapping[str, int]) -> Iterator[tuple[float, dict[str, int], Way]]:
@@ -87,10 +128,20 @@ class Bounds:
         yield from sorted(every, key=lambda one: one[0])
 
     def of(self, mesh: Mapping[str, int], way: Way) -> float:
-        """Seconds that it needs at least: with the number of microbatches that is best for it."""
+        """Seconds that it needs at least: with the number of microbatches that is best for it, of
+        those whose layers' inputs fit; infinite where none do."""
         rows = self._rows(mesh)
-        counts = (1,) if mesh[MeshAxis.STAGE] == 1 else divisors(rows)
-        return min(self._of(mesh, way, rows, count) for count in counts)
+        fitting = (n for n in divisors(rows) if self._inputs(mesh, way, rows, n) <= self._room)
+        if mesh[MeshAxis.STAGE] == 1:  # fewer send less
+            fitting = itertools.islice(fitting, 1)
+        return min((self._of(mesh, way, rows, count) for count in fitting), default=math.inf)
+
+    def _inputs(self, mesh: Mapping[str, int], way: Way, rows: int, microbatches: int) -> float:
+        """Bytes that a device keeps of its layers' inputs."""
+        stages = Stages(count=mesh[MeshAxis.STAGE], chunks=way.chunks)
+        inner = mesh[MeshAxis.RING] * mesh[MeshAxis.ULYSSES] * mesh[MeshAxis.TENSOR]
+        row = self._profile.tokens / inner * self._stream / stages.share
+        return stages.slots(microbatches) * rows / microbatches * row
 
     def _of(self, mesh: Mapping[str, int], way: Way, rows: int, microbatches: int) -> float:
         count, along = mesh[MeshAxis.STAGE], mesh[MeshAxis.RING] * mesh[MeshAxis.ULYSSES]
@@ -120,25 +171,32 @@ class Bounds:
         along = mesh[MeshAxis.RING] * mesh[MeshAxis.ULYSSES]
         inner = mesh[MeshAxis.TENSOR] * mesh[MeshAxis.STAGE]
         numbers, experts = self._numbers / inner, self._experts / inner / expert / along
-        sums = 1.0 if way.once else runs
+        sums, times = 1.0 if way.once else runs, self._collectives / mesh[MeshAxis.STAGE]
         if not way.stored:
             axis = MeshAxis.DATA if data > 1 else MeshAxis.FSDP
-            rate = self._rate(mesh, axis)
-            one = (1 - 1 / (data * fsdp * expert)) / rate
-            theirs = (1 - 1 / (data * fsdp)) / rate
+            link, ways = self._link(mesh, axis), data * fsdp * expert
+            one = (1 - 1 / ways) / link.bytes_per_s
+            theirs = (1 - 1 / (data * fsdp)) / link.bytes_per_s
             sent = one * numbers + theirs * experts
-            return sums * self._summed * sent, self._at_rest * sent
-        gathers = 1.0 if way.whole else 2 * runs
-        own = (1 - 1 / (fsdp * expert)) * numbers + (1 - 1 / fsdp) * experts
+            hops = sums * (ways - 1) * times * link.latency_s
+            return sums * self._summed * sent + hops, self._at_rest * sent
+        gathers, ways = 1.0 if way.whole else 2 * runs, fsdp * expert
+        if self._embed % (ways * along) == 0:
+            ways *= along  # devices that share a sequence share storage too
+        own = (1 - 1 / ways) * numbers + (1 - 1 / fsdp) * experts
         sent = (gathers * self._wide + sums * self._summed) * own
-        found = sent / self._rate(mesh, MeshAxis.FSDP)
+        link = self._link(mesh, MeshAxis.FSDP if fsdp * expert > 1 else MeshAxis.RING)
+        found = sent / link.bytes_per_s + (gathers + sums) * (ways - 1) * times * link.latency_s
         if data > 1:
             held = self._summed * (numbers / fsdp / expert / along + experts / fsdp)
             found += 2 * (1 - 1 / data) * sums * held / self._rate(mesh, MeshAxis.DATA)
         return found, 0.0
 
     def _rate(self, mesh: Mapping[str, int], axis: MeshAxis) -> float:
-        """Bytes a second of the slowest link in a ring along an axis."""
+        return self._link(mesh, axis).bytes_per_s
+
+    def _link(self, mesh: Mapping[str, int], axis: MeshAxis) -> Link:
+        """The slowest in a ring along an axis."""
         span = math.prod(mesh[inner] for inner in AXES[AXES.index(axis) :])
         return self._within if self._target.gpus % span == 0 else self._between
 

@@ -121,7 +121,7 @@ def search(
     found: list[Candidate] = []
     smallest: Candidate | None = None
     scored, choices, divided = 0, dict[int, Choices](), False
-    bounds = Bounds(profile, plan, target, rates)
+    bounds = Bounds(profile, plan, target, rates, room)
     fastest = Fastest(count)
     for at_least, mesh, way in bounds.ordered(asked.pinned):
         if at_least > fastest.slowest:
