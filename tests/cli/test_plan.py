@@ -46,7 +46,7 @@ def test_a_plan_is_told_written_and_drawn(planned, capsys):
     out, plot = planned
     assert Plan.from_json(out.read_text("utf-8")) == Plan.from_json(plans[0]["plan"])
     assert plot.read_bytes().startswith(b"\x89PNG")
-    assert "ways to run on 8 x" in said.err
+    assert "plans on 8 x" in said.err
 
 
 def test_people_read_the_best_in_words(planned, capsys):
