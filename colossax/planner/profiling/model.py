@@ -201,7 +201,7 @@ def _shared(loss: Any, args: tuple[Any, ...], kind: LayerKind) -> bool:
     """Whether a loss can be cut at its layers, as stages have to."""
     try:
         check_cut(cut_loss(loss, *args), kind.leaves, range(len(jax.tree.leaves(args[0]))))
-    except PlanError:
+    except PlanError:  # then one stage has them all
         return False
     return True
 
