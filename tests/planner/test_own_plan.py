@@ -1,6 +1,7 @@
 """`colossax.plan`: plans for models of one's own."""
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -13,6 +14,7 @@ from flax import nnx
 import colossax
 from colossax.aot import parse_target
 from colossax.errors import InputError, PlanError
+from colossax.nn import LayerStack
 from colossax.planner.arguments import check_arguments
 from colossax.planner.profiling import profile_task
 from colossax.planner.profiling.outside import kept_bytes_of
@@ -195,3 +197,48 @@ def test_host_memory_is_refused():
     given = colossax.Plan(offload=dataclasses.replace(colossax.Plan().offload, optimizer=1.0))
     with pytest.raises(PlanError, match="host memory is not searched yet"):
         planned(given=given)
+
+
+class Shifted(nnx.Module):
+    """A layer that is told what all layers share."""
+
+    def __init__(self, rngs):
+        init = nnx.with_partitioning(nnx.initializers.normal(0.1), ("embed", "mlp"))
+        self.up = nnx.Linear(16, 16, kernel_init=init, use_bias=False, rngs=rngs)
+
+    def __call__(self, x, side, state):
+        return x + jnp.tanh(self.up(x)) * side, state, {}
+
+
+class Shared(nnx.Module):
+    """What layers share is learned, or is not."""
+
+    def __init__(self, rngs, *, learned):
+        self.layers, self.learned = LayerStack(Shifted, 4, rngs=rngs), learned
+        self.scale = nnx.Param(jnp.ones((16,)))
+
+    def __call__(self, x):
+        side = self.scale[...] if self.learned else jnp.ones((16,))
+        return self.layers(x, side).carry + self.scale[...]
+
+
+@pytest.mark.catches("stages-for-every-loss")
+@pytest.mark.parametrize("learned", [True, False])
+def test_stages_are_planned_where_the_loss_can_be_cut(learned):
+    def squares(model, batch):
+        error = model(batch["x"]) - 1
+        return {"error": (jnp.sum(error**2), jnp.float32(error.size), 1.0)}, {}
+
+    def planned_with(*pins):
+        shapes = {"x": jax.ShapeDtypeStruct((64, 16), jnp.float32)}
+        make = functools.partial(Shared, learned=learned)
+        return colossax.plan(
+            make, squares, optax.sgd(0.1), shapes, "h100:1x8", pins=pins, verify=False
+        )
+
+    if not learned:
+        assert planned_with("stage=2").best.mesh["stage"] == 2
+        return
+    assert all("stage" not in one.plan.mesh for one in planned_with().plans)
+    with pytest.raises(PlanError, match="2 stages cannot share this model's layers in one program"):
+        planned_with("stage=2")
