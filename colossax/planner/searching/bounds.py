@@ -68,28 +68,21 @@ class Bounds:
         self._profile, self._target, self._plan = profile, target, bare(plan)
         self._limits = limits_of(profile)
         self._sent: dict[tuple[int, ...], dict[tuple[str, bool], float]] = {}
-        stacked = [
-            info
-            for info, learns in zip(profile.infos, profile.learns, strict=True)
-            if learns and info.total_layers
+        learned = [
+            (kind.calls, profile.infos[at])
+            for kind in profile.kinds
+            for at in kind.leaves
+            if profile.learns[at]
         ]
-        self._numbers = sum(
-            math.prod(info.shape)
-            for info in stacked
-            if "embed" in info.dims and "experts" not in info.dims
+        dense = [one for one in learned if "embed" in one[1].dims and "experts" not in one[1].dims]
+        experts = [one for one in learned if {"experts", "expert_embed"} <= set(one[1].dims)]
+        self._numbers, self._experts = (
+            sum(calls * math.prod(info.shape) / info.shape[0] for calls, info in some)
+            for some in (dense, experts)
         )
-        dense = [
-            info.shape[info.dims.index("embed")]
-            for info in stacked
-            for _ in range(info.total_layers or 0)
-            if "embed" in info.dims and "experts" not in info.dims
-        ]
-        self._collectives, self._embed = len(dense), functools.reduce(math.gcd, dense, 0)
-        self._experts = sum(
-            math.prod(info.shape)
-            for info in stacked
-            if "experts" in info.dims and "expert_embed" in info.dims
-        )
+        self._collectives = sum(calls for calls, _ in dense)
+        widths = (info.shape[info.dims.index("embed")] for _, info in dense)
+        self._embed = functools.reduce(math.gcd, widths, 0)
         self._rates, kinds = rates, list(rates.kinds.values())
         self._within, self._between = (
             Link(
