@@ -79,8 +79,10 @@ def _draw_bars(figure, by_name: Mapping[str, Inspection]) -> None:
     sent.set_xlabel("bytes sent per device and step in rings, in GB, by mesh axis")
 
 
-def stack_bars(axes, names: list[str], parts: Mapping[str, list[float]]) -> None:
-    """A bar for each name, made of what each part has of it; a legend below."""
+def stack_bars(
+    axes, names: list[str], parts: Mapping[str, list[float]], *, columns: int = 4
+) -> None:
+    """A bar for each name, made of what each part has of it; a legend of so many columns below."""
     left = [0.0] * len(names)
     for number, (label, widths) in enumerate(parts.items()):
         hatch = "//" if number >= 10 else None
@@ -88,4 +90,4 @@ def stack_bars(axes, names: list[str], parts: Mapping[str, list[float]]) -> None
         left = [a + b for a, b in zip(left, widths, strict=True)]
     axes.invert_yaxis()
     if parts:
-        axes.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.25), ncols=4)
+        axes.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.25), ncols=columns)
