@@ -180,6 +180,12 @@ def _plan(parser: argparse.ArgumentParser) -> None:
         help="of a device's memory, what a plan may take; default what a step may",
     )
     parser.add_argument(
+        "--host-gb",
+        metavar="X",
+        type=real(above(0)),
+        help="of the host's memory, what a plan may take for each device; default nothing",
+    )
+    parser.add_argument(
         "--no-compile",
         action="store_true",
         help="name plans by formula alone, which may err by some percent of the memory",

@@ -31,6 +31,7 @@ def run(_verb: str, args: argparse.Namespace, overrides: list[Override]) -> int:
         top=args.top,
         verify=not args.no_compile,
         device_gb=args.device_gb,
+        host_gb=args.host_gb,
         tell=lambda line: tell(f"{line}\n"),
     )
     if args.json:

@@ -29,6 +29,7 @@ from colossax.sharding import in_order, use
 from colossax.step.gradients.accumulate import objective
 from colossax.step.loss import SCALAR
 from colossax.step.microbatches import Weighing, batch_dims
+from colossax.step.offloaded.streaming import check_streamable
 from colossax.step.stages import check_cut
 from colossax.step.step import Step
 from colossax.tasks import Task
@@ -72,6 +73,8 @@ class ModelProfile:
             or gives one number, of which it is not known what each microbatch counts.
         kept: Bytes that backward needs of a row, of a model that has no layers known here.
         staged: Whether stages might share the layers in one program.
+        clips: Whether gradients wait until their norm is known.
+        moves: Why layers' arrays cannot live in host memory; empty where they can.
     """
 
     infos: tuple[ParamInfo, ...]
@@ -86,6 +89,8 @@ class ModelProfile:
     whole: bool = False
     kept: float = 0.0
     staged: bool = True
+    clips: bool = False
+    moves: str = ""
 
     @functools.cached_property
     def maps_flops(self) -> float:
@@ -152,7 +157,18 @@ def profile_task(task: Task, plan: Plan, target: Target) -> ModelProfile:
         whole=whole,
         kept=kept,
         staged=staged,
+        clips=step.options.clip_norm is not None and plan.offload.clipping == "stack",
+        moves=_unmoved(step, task),
     )
+
+
+def _unmoved(step: Step, task: Task) -> str:
+    """Why layers' arrays cannot live in host memory; empty where they can."""
+    try:
+        check_streamable(step.bound, step.spec.infos, step.infos, task.optimizer)
+    except PlanError as problem:
+        return str(problem)
+    return ""
 
 
 def bare(plan: Plan) -> Plan:
@@ -164,7 +180,7 @@ def bare(plan: Plan) -> Plan:
         batch=BatchConfig(),
         pipeline=PipelineConfig(),
         segments=(Segment(),),
-        offload=OffloadConfig(),
+        offload=OffloadConfig(clipping=plan.offload.clipping, pipelined=plan.offload.pipelined),
     )
 
 

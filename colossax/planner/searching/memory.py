@@ -177,10 +177,7 @@ def bytes_of(
         stages: Of the plan. Their backward passes add gradients up as they go, beside all that is
             kept, and the loss stands in the same program.
     """
-    stream = tokens.inside * one.stream
-    layer = one.gathered + HIDDEN * tokens.inside * one.widest / tensor + STREAM * stream
-    logits = tokens.inside * one.logits / tensor / stages.count / vocab_chunks
-    loss = HEAD * one.head + LOGITS * logits + STREAM_OF_LOSS * stream
+    layer, loss = working(one, tensor, tokens, vocab_chunks, stages)
     if stages.count > 1:
         loss += MORE_HEAD * one.head
         return Bytes(
@@ -198,6 +195,16 @@ def bytes_of(
         kept=kept,
         working=layer if backward else loss,
     )
+
+
+def working(
+    one: Stored, tensor: int, tokens: Tokens, vocab_chunks: int, stages: Stages = ONE_STAGE
+) -> tuple[float, float]:
+    """What a layer's backward pass and the loss work with; see `bytes_of`."""
+    stream = tokens.inside * one.stream
+    layer = one.gathered + HIDDEN * tokens.inside * one.widest / tensor + STREAM * stream
+    logits = tokens.inside * one.logits / tensor / stages.count / vocab_chunks
+    return layer, HEAD * one.head + LOGITS * logits + STREAM_OF_LOSS * stream
 
 
 def _widest(profile: ModelProfile, kind: LayerKind) -> float:

@@ -128,6 +128,7 @@ class Way(NamedTuple):
         chunks: Of each stage.
         whole: Whether layers' weights are gathered once a step.
         once: Whether gradients are summed once a step.
+        staged: Whether stages share the layers.
         plan: Makes the plan.
     """
 
@@ -137,12 +138,18 @@ class Way(NamedTuple):
     chunks: int
     whole: bool
     once: bool
+    staged: bool
     plan: Callable[[], Plan]
 
     @property
     def smallest(self) -> bool:
         """Whether no other way to have the mesh needs less memory."""
         return self.stored and self.chunks == 1 and not self.whole and not self.once
+
+    @property
+    def hosts(self) -> bool:
+        """Whether layers' arrays may live in host memory."""
+        return self.stored and not self.staged
 
 
 def ruled(
@@ -170,7 +177,7 @@ def ruled(
         for name in ("zero3", "zero2") if states else ("zero3",):
             rules = rules_of(name + tensor)
             make = functools.partial(plan.replace, mesh=sizes, rules=rules)
-            yield Way(name + tensor, rules, name == "zero3", 1, False, False, make)
+            yield Way(name + tensor, rules, name == "zero3", 1, False, False, False, make)
         return
     ways = [("zero3", "microbatch", False)]
     # Gathered or summed once a step, experts would be whole on every device of their group.
@@ -184,7 +191,8 @@ def ruled(
             words = [name + tensor]
             words += [f"{chunks} chunks"] * (chunks > 1) + ["gathered once"] * (gather == "step")
             make = functools.partial(_staged, plan, sizes, rules, chunks, gather, once=once)
-            yield Way(" ".join(words), rules, name == "zero3", chunks, gather == "step", once, make)
+            whole, zero3 = gather == "step", name == "zero3"
+            yield Way(" ".join(words), rules, zero3, chunks, whole, once, True, make)
 
 
 def _staged(

@@ -31,6 +31,7 @@ def plan(
     top: int = 3,
     verify: bool = True,
     device_gb: float | None = None,
+    host_gb: float | None = None,
     dims: GivenDims | None = None,
     fresh: bool = False,
     tell: Tell = lambda _: None,
@@ -57,6 +58,7 @@ def plan(
         top: How many plans to compile and name, 1 or more.
         verify: Whether they are compiled; else formulas alone speak.
         device_gb: Budget of a device in 1e9 bytes; default what a step may take of its memory.
+        host_gb: Likewise of the host for each device, where layers' arrays may live there.
         dims: See `boost`.
         fresh: Compile what an earlier search compiled too, and keep nothing.
         tell: Called with lines of progress.
@@ -70,7 +72,7 @@ def plan(
     looked at, one after another; what an earlier search compiled is read from the cache folder.
     """
     check_arguments(make_model, optimizer, loss, "plan")
-    _check(target, pins, forbidden, top, device_gb)
+    _check(target, pins, forbidden, top, {"device_gb": device_gb, "host_gb": host_gb})
     for name in ("shapes", "disk"):
         if name in options:
             raise InputError(
@@ -97,11 +99,14 @@ def plan(
         top=top,
         verify=verify,
         device_gb=device_gb,
+        host_gb=host_gb,
         tell=tell,
     )
 
 
-def _check(target: Any, pins: Any, forbidden: Any, top: int, device_gb: float | None) -> None:
+def _check(
+    target: Any, pins: Any, forbidden: Any, top: int, budgets: Mapping[str, float | None]
+) -> None:
     """Refuse what is another thing than what is asked for.
 
     Raises:
@@ -116,8 +121,9 @@ def _check(target: Any, pins: Any, forbidden: Any, top: int, device_gb: float | 
             raise InputError(f"plan: {name} is the text '{given}'; give several, as ['{example}']")
     if top < 1:
         raise InputError(f"plan: top is {top}; give 1 or more")
-    if device_gb is not None and device_gb <= 0:
-        raise InputError(f"plan: device_gb is {device_gb:g}; give more than 0")
+    for name, given in budgets.items():
+        if given is not None and given <= 0:
+            raise InputError(f"plan: {name} is {given:g}; give more than 0")
 
 
 def _shapes(batch: Any) -> dict[str, jax.ShapeDtypeStruct]:

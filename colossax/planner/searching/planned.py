@@ -1,17 +1,20 @@
 """The best plans of a run on a target: searched by formula, compiled, in their true order."""
 
 import dataclasses
+import functools
+import math
 import os
 from typing import Any
 
 from colossax.aot import Target, target_devices
 from colossax.aot.targets import MAX_DEVICES
-from colossax.config import MeshAxis, OffloadConfig, Plan, to_json
+from colossax.config import MeshAxis, Plan, to_json
 from colossax.errors import PlanError
 from colossax.planner.counting.compiled import check_cudnn, check_shapes
 from colossax.planner.counting.islands import check_one_island
 from colossax.planner.profiling import ModelProfile, profile_task
 from colossax.planner.searching.asked import NOTHING_ASKED, Asked
+from colossax.planner.searching.hosted import check_host, host_of
 from colossax.planner.searching.search import (
     Candidate,
     Found,
@@ -20,7 +23,7 @@ from colossax.planner.searching.search import (
     told,
 )
 from colossax.planner.searching.seconds import Seconds
-from colossax.planner.searching.smallest import smallest_gb, smallest_target
+from colossax.planner.searching.smallest import smallest_gb, smallest_host, smallest_target
 from colossax.planner.searching.verifying import (
     Compiled,
     Subject,
@@ -69,6 +72,13 @@ class Planned:
             return self.candidate.predicted.bytes.total
         return float(self.found["device_bytes"]["total"])
 
+    @property
+    def host_bytes(self) -> float:
+        """Of the host, for each device: compiled, else predicted."""
+        if self.found is None:
+            return self.candidate.predicted.host
+        return float(self.found["host_bytes"])
+
     def to_json(self) -> dict[str, Any]:
         """As plain JSON types."""
         bytes_found = None if self.found is None else self.found["device_bytes"]
@@ -80,6 +90,7 @@ class Planned:
             "seconds_by_term": self.seconds.terms,
             "device_bytes": bytes_found or {"total": predicted.bytes.total},
             "predicted_bytes": dataclasses.asdict(predicted.bytes),
+            "host_bytes": self.host_bytes,
             "collectives": [] if self.found is None else self.found["collectives"],
             "fits": True,  # by formula where it is not verified
             "verified": self.found is not None,
@@ -118,6 +129,7 @@ def plan_run(
     top: int = 3,
     verify: bool = True,
     device_gb: float | None = None,
+    host_gb: float | None = None,
     processes: int | None = None,
     tell: Tell = lambda _: None,
 ) -> Answer:
@@ -135,24 +147,31 @@ def plan_run(
         top: How many to name.
         verify: Whether they are compiled; else formulas alone speak.
         device_gb: Budget of a device in 1e9 bytes; default what a step may take of its memory.
+        host_gb: Likewise of the host for each device, where layers' arrays may live there; default
+            none of it.
         processes: That compile at once; default the processors here.
         tell: Called with lines of progress.
 
     Raises:
         PlanError: Nothing fits, with what needs least; no mesh divides the model and its batch; the
-            target is made of islands; the plan has what is not searched and would be lost.
+            target is made of islands; the plan has what is not searched and would be lost; layers'
+            arrays cannot live in host memory.
         InputError: Nothing can be compiled here; what is asked for names no dim.
     """
     check_one_island(target, "plan")
     check_shapes(subject.task)
-    _check_searched(plan)
+    check_host(plan, host_gb)
     room = room_of(target, device_gb)
     if verify:
         target_devices(target)  # refused at once where nothing can be compiled
         check_cudnn(plan, target)
     profile = profile_task(subject.task, plan, target)
     asked.check(profile)
-    found = search(profile, plan, target, room=room, asked=asked, count=_TRIED * top)
+    host = host_of(profile, host_gb)
+    find = functools.partial(
+        search, profile, plan, target, room=room, count=_TRIED * top, host=host
+    )
+    found = find(asked=asked)
     tell(
         f"{found.scored} plans on {target.size} x {target.gpu.name} scored, those that might be"
         f" fastest; {len(found.candidates)} meshes fit"
@@ -160,9 +179,9 @@ def plan_run(
 
     def enough() -> str:
         tell("looking for what would do")
-        return _enough(
-            found, room, target, smallest_target(profile, plan, target, room=room, asked=asked)
-        )
+        larger = smallest_target(profile, plan, target, room=room, asked=asked)
+        host_enough = smallest_host(profile, plan, target, room=room, asked=asked)
+        return _enough(found, room, target, larger, host_enough)
 
     if not verify:
         if not found.candidates:
@@ -173,7 +192,7 @@ def plan_run(
         ]
         return _answer(plans, found, 0, room)
     workers = processes or min(os.cpu_count() or 1, 8)
-    proving = _Proving(subject, profile, target, room, workers, tell)
+    proving = _Proving(subject, profile, target, room, host, workers, tell)
     waiting = list(found.candidates)
     least = found.smallest
     if not waiting and least is not None and least.predicted.bytes.total < _NEAR * room:
@@ -184,7 +203,7 @@ def plan_run(
         waiting = waiting[count:]
         if proving.unstaged and MeshAxis.STAGE not in asked.pinned:
             asked = asked.without(MeshAxis.STAGE)
-            found = search(profile, plan, target, room=room, asked=asked, count=_TRIED * top)
+            found = find(asked=asked)
             waiting = [one for one in found.candidates if one.plan not in proving.seen]
     if waiting and proving.compiled and not proving.proved:  # that which needs least has its turn
         proving.take([min(waiting, key=lambda one: one.predicted.bytes.total)])
@@ -192,21 +211,6 @@ def plan_run(
         raise PlanError(_nothing(found, room, target, proving) + enough())
     plans = sorted(proving.proved, key=lambda one: one.seconds.total)
     return _answer(plans, found, proving.compiled, room)
-
-
-def _check_searched(plan: Plan) -> None:
-    """Refuse what formulas know nothing of and people would miss.
-
-    Raises:
-        PlanError: The plan puts something into host memory.
-    """
-    offload = dataclasses.replace(plan.offload, device_gb=None, host_gb=None)
-    placed = any(segment.offload != "none" for segment in plan.segments)
-    if placed or offload != OffloadConfig():
-        raise PlanError(
-            "plan.offload: host memory is not searched yet; switch it off (--plan.offload none), or"
-            " find shares for a mesh of your own with colossax inspect --plan.offload auto"
-        )
 
 
 class _Proving:
@@ -218,11 +222,13 @@ class _Proving:
         profile: ModelProfile,
         target: Target,
         room: float,
+        host: float | None,
         workers: int,
         tell: Tell,
     ):
         self._subject, self._profile, self._target = subject, profile, target
         self._room, self._workers, self._tell = room, workers, tell
+        self._host = host
         self.proved: list[Planned] = []
         self.compiled = self.tried = 0
         self.unstaged = False
@@ -269,15 +275,17 @@ class _Proving:
         return found
 
     def _planned(self, one: Candidate, found: Compiled) -> Planned | None:
-        total = found["device_bytes"]["total"]
-        verdict = "fits" if total <= self._room else "is over the budget"
+        total, there = found["device_bytes"]["total"], found["host_bytes"]
+        fits = total <= self._room and there <= (self._host or math.inf)
         self._tell(
             f"{one.label}: {total / _GIB:.2f} GiB compiled"
-            f" ({one.predicted.bytes.total / _GIB:.2f} by formula), {verdict}"
+            f" ({one.predicted.bytes.total / _GIB:.2f} by formula)"
+            f"{f', {there / _GIB:.2f} GiB of the host' if there else ''},"
+            f" {'fits' if fits else 'is over the budget'}"
         )
-        if total > self._room:
+        if not fits:
             return None
-        seconds = true_seconds(one.predicted.seconds, found)
+        seconds = true_seconds(one.predicted.seconds, found, self._target)
         return Planned(candidate=one, seconds=seconds, found=found)
 
     def _again(self, one: Candidate, found: Compiled) -> Candidate | None:
@@ -286,7 +294,7 @@ class _Proving:
         left = self._room - found["device_bytes"]["total"]
         if 0 <= left < _WORTH * self._room:
             return None
-        changed = again(self._profile, one, self._target, room=self._room - off)
+        changed = again(self._profile, one, self._target, room=self._room - off, host=self._host)
         return None if changed is None or changed.plan == one.plan else changed
 
 
@@ -305,7 +313,9 @@ def _nothing(found: Found, room: float, target: Target, proving: "_Proving | Non
     )
 
 
-def _enough(found: Found, room: float, target: Target, larger: Target | None) -> str:
+def _enough(
+    found: Found, room: float, target: Target, larger: Target | None, host: float | None
+) -> str:
     """What would do, as formulas say."""
     ways, least = [], found.smallest
     if larger is not None:
@@ -315,7 +325,9 @@ def _enough(found: Found, room: float, target: Target, larger: Target | None) ->
             ways.append(f"--device-gb {enough:.1f} (the least that fits it by formula)")
         else:
             ways.append(f"GPUs of which it may take {enough:.1f} GB (the least, by formula)")
-    ways += ["shorter rows", "host memory (--plan.offload auto with a mesh of your own)"]
+    if host is not None:
+        ways.append(f"--host-gb {host:.1f} (of host memory for each; by formula it then fits)")
+    ways.append("shorter rows")
     none = "" if larger else f"; no number of them up to {MAX_DEVICES} fits it by formula"
     return f"{none}; give {', '.join(ways[:-1])} or {ways[-1]}"
 
@@ -339,6 +351,7 @@ def _why(one: Planned, first: Planned) -> str:
         ),
         "compute slowed by collectives beside it": (one.seconds.slowed, first.seconds.slowed),
         "updates and sums of gradients": (one.seconds.memory, first.seconds.memory),
+        "transfers to and from host memory": (one.seconds.bus, first.seconds.bus),
     }
     slower = one.seconds.total / first.seconds.total - 1
     name, (own, others) = max(terms.items(), key=lambda item: item[1][0] - item[1][1])

@@ -42,6 +42,7 @@ class Prediction:
         sent: In a microbatch.
         sent_once: In a step, beside.
         microbatches: A step.
+        host: Bytes of the host, for the device.
     """
 
     bytes: Bytes
@@ -49,6 +50,7 @@ class Prediction:
     sent: tuple[Sent, ...]
     sent_once: tuple[Sent, ...]
     microbatches: int
+    host: float = 0.0
 
 
 Policies = Sequence[Sequence[tuple[int, frozenset[str]]]]
@@ -62,6 +64,7 @@ class OnMesh:
         parts: Plan and mesh.
         rows: Of a global batch, on each group of devices that share rows.
         rates: Of devices and links.
+        tensor: Devices along that axis.
     """
 
     def __init__(
@@ -94,7 +97,7 @@ class OnMesh:
         self.stored: Stored = stored(profile, self.parts)
         self.stages = stages_of(plan, self.parts)
         self._along = along
-        self._tensor = self.parts.size((MeshAxis.TENSOR.value,))
+        self.tensor = self.parts.size((MeshAxis.TENSOR.value,))
         self._splits = MeshAxis.TENSOR.value in activation_axes(bound, "seq:residual")
         self._weights = weights_sent(profile, self.parts)
         self._states = states_sent(profile, self.parts)
@@ -108,13 +111,13 @@ class OnMesh:
     def tokens(self, rows: int) -> Tokens:
         """Of a microbatch of so many rows of each device."""
         inside = rows * self.profile.tokens / self._along
-        held = inside / (self._tensor if self._splits else 1)
+        held = inside / (self.tensor if self._splits else 1)
         return Tokens(inside=inside, held=held)
 
     def kept(self, number: int, names: frozenset[str], tokens: Tokens) -> float:
         """Bytes that one call of a kind of layer keeps under a policy."""
         kind = self.profile.kinds[number]
-        return kept_bytes(kind, names, self._tensor, tokens, self.profile.tokens)
+        return kept_bytes(kind, names, self.tensor, tokens, self.profile.tokens)
 
     def compute(self, number: int, names: frozenset[str], tokens: Tokens) -> float:
         """Seconds of one call of a kind of layer, forward and backward."""
@@ -132,7 +135,7 @@ class OnMesh:
         pairs = self.profile.pair_flops / sum(one.calls for one in self.profile.kinds)
         return (
             maps / self.rates.matmuls
-            + _passes(kind, names) * pairs / self._tensor / self.rates.pairs
+            + _passes(kind, names) * pairs / self.tensor / self.rates.pairs
         )
 
     def layer_seconds(self, number: int, names: frozenset[str], tokens: Tokens) -> float:
@@ -170,7 +173,7 @@ class OnMesh:
 
     def ends(self, tokens: Tokens) -> float:
         """Seconds of what stands beside the layers."""
-        shared = self._tensor * (self.stages.count if self.profile.vocab else 1)
+        shared = self.tensor * (self.stages.count if self.profile.vocab else 1)
         flops = (
             self.profile.ends_passes
             * self.profile.ends_flops
@@ -192,7 +195,7 @@ class OnMesh:
         tokens, microbatches = self.tokens(rows), self.rows // rows
         return bytes_of(
             self.stored,
-            self._tensor,
+            self.tensor,
             tokens,
             self.stages.slots(microbatches) * kept + (self.stages.count > 1) * named,
             vocab_chunks,

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 
 from colossax.aot import Target
@@ -16,10 +17,12 @@ from colossax.errors import PlanError
 from colossax.planner.profiling import ModelProfile
 from colossax.planner.searching.asked import NOTHING_ASKED, Asked
 from colossax.planner.searching.bounds import Bounds, Fastest, divisors
+from colossax.planner.searching.hosted import Tier, best_placed
 from colossax.planner.searching.meshes import limits_of
 from colossax.planner.searching.parts import Choices
 from colossax.planner.searching.policies import Policy, fastest_mix
 from colossax.planner.searching.predicting import OnMesh, Policies, Prediction
+from colossax.planner.searching.scored import Scored
 from colossax.planner.searching.seconds import Rates, rates_of
 
 CHUNKS = (1, 8, 32)
@@ -27,18 +30,6 @@ CHUNKS = (1, 8, 32)
 
 MARGIN = 0.98
 """Share of the room that formulas may fill, as they err."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Scored:
-    """One way to run on a mesh; `fastest`: no policy would be faster, had it more room."""
-
-    seconds: float
-    bytes: float
-    rows: int
-    chunks: int
-    mix: Policies
-    fastest: bool
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,7 +45,7 @@ class Candidate:
 
     words: str
     base: Plan
-    way: _Scored
+    way: Scored
     predicted: Prediction
 
     @property
@@ -95,6 +86,7 @@ def search(
     margin: float = MARGIN,
     count: int = 18,
     rates: Rates | None = None,
+    host: float | None = None,
 ) -> Found:
     """The fastest layouts of a model, by formula.
 
@@ -110,6 +102,7 @@ def search(
         margin: Share of `room` that formulas may fill, as they err.
         count: How many of the fastest are surely among the candidates.
         rates: That were measured; default what is assumed of the target.
+        host: Bytes of the host for each device, where layers' arrays may live there.
 
     Raises:
         PlanError: No mesh that was asked for divides the model and its batch; how fast the GPUs
@@ -121,7 +114,8 @@ def search(
     found: list[Candidate] = []
     smallest: Candidate | None = None
     scored, choices, divided = 0, dict[int, Choices](), False
-    bounds = Bounds(profile, plan, target, rates, room)
+    # What layers keep need not fit a device where it may live elsewhere.
+    bounds = Bounds(profile, plan, target, rates, room if host is None else math.inf)
     fastest = Fastest(count)
     for at_least, mesh, way in bounds.ordered(asked.pinned):
         if at_least > fastest.slowest:
@@ -141,6 +135,9 @@ def search(
             continue
         bounds.learn(mesh, on_mesh)
         best, least, number = _best(on_mesh, plan.loss.vocab_chunks, room)
+        if host is not None and way.hosts:
+            best, more = _with_host(on_mesh, plan.loss.vocab_chunks, room, host, best)
+            number += more
         scored += number
         one = _candidate(way.words, ruled_plan, on_mesh, least if best is None else best)
         if best is not None:
@@ -161,20 +158,38 @@ def again(
     *,
     room: float,
     rates: Rates | None = None,
+    host: float | None = None,
 ) -> Candidate | None:
-    """The fastest on a candidate's mesh that formulas fit into `room`; None where nothing does."""
+    """The fastest on a candidate's mesh that formulas fit into `room`; None where nothing does.
+
+    Where it has layers in host memory, the same with others of them.
+    """
     on_mesh = OnMesh(profile, one.plan, target, rates=rates)
-    best, _, _ = _best(on_mesh, one.plan.loss.vocab_chunks, room)
+    chunks = one.plan.loss.vocab_chunks
+    if host is not None and one.way.placed is not None:
+        best, _ = _with_host(on_mesh, chunks, room, host, None)
+    else:
+        best, _, _ = _best(on_mesh, chunks, room)
     return None if best is None else _candidate(one.words, one.plan, on_mesh, best)
 
 
-def _candidate(words: str, plan: Plan, on_mesh: OnMesh, chosen: "_Scored") -> Candidate:
-    return Candidate(
-        words=words,
-        base=plan,
-        way=chosen,
-        predicted=on_mesh.predicted(chosen.rows, chosen.mix, chosen.chunks),
-    )
+def _candidate(words: str, plan: Plan, on_mesh: OnMesh, chosen: "Scored") -> Candidate:
+    given = chosen.rows, chosen.mix, chosen.chunks
+    if chosen.placed is None:
+        predicted = on_mesh.predicted(*given)
+    else:
+        predicted = Tier(on_mesh).predicted(*given, chosen.placed)
+    return Candidate(words=words, base=plan, way=chosen, predicted=predicted)
+
+
+def _with_host(
+    mesh: OnMesh, chunks: int, room: float, host: float, without: Scored | None
+) -> tuple[Scored | None, int]:
+    """The faster of what was found for devices alone and the best with host memory, and how many
+    of those were scored."""
+    best, scored = best_placed(mesh, _policies(mesh), sorted({chunks, *CHUNKS}), room, host)
+    found = [one for one in (without, best) if one is not None]
+    return min(found, key=lambda one: one.seconds, default=None), scored
 
 
 def _no_mesh(profile: ModelProfile, target: Target, asked: Asked, *, divided: bool) -> str:
@@ -195,7 +210,7 @@ def _no_mesh(profile: ModelProfile, target: Target, asked: Asked, *, divided: bo
     )
 
 
-def _best(mesh: OnMesh, chunks: int, room: float) -> tuple[_Scored | None, _Scored, int]:
+def _best(mesh: OnMesh, chunks: int, room: float) -> tuple[Scored | None, Scored, int]:
     """The fastest that fits on one mesh, that which needs least, and how many were scored."""
     best = least = None
     scored = 0
@@ -228,13 +243,13 @@ def _best(mesh: OnMesh, chunks: int, room: float) -> tuple[_Scored | None, _Scor
 
 def _scored(
     mesh: OnMesh, policies: Sequence[Policy], rows: int, chunks: int, room: float
-) -> _Scored:
+) -> Scored:
     left = room - mesh.bytes(rows, 0.0, chunks).total
     mix = _mix(mesh, policies, left / rows, mesh.stages.slots(mesh.rows // rows))
     ideal = min((one.seconds for one in policies), default=0.0)
     ideal_names = {one.names for one in policies if one.seconds <= ideal}
     predicted = mesh.predicted(rows, mix, chunks)
-    return _Scored(
+    return Scored(
         seconds=predicted.seconds.total,
         bytes=predicted.bytes.total,
         rows=rows,
@@ -288,7 +303,7 @@ def _mix(mesh: OnMesh, policies: Sequence[Policy], left: float, slots: int) -> P
     return [[(kind.calls, chosen.names)] for kind in kinds]
 
 
-def _with(plan: Plan, one: _Scored) -> Plan:
+def _with(plan: Plan, one: Scored) -> Plan:
     """The plan that runs so."""
     if not one.mix:
         runs = []
@@ -297,11 +312,15 @@ def _with(plan: Plan, one: _Scored) -> Plan:
     else:
         runs = [(-1, one.mix[0][0][1])]
     segments = tuple(Segment(count=count, remat=_remat(names)) for count, names in runs)
-    return plan.replace(
+    plan = plan.replace(
         batch=dataclasses.replace(plan.batch, accumulation=1, microbatch=one.rows),
         segments=segments or (Segment(),),
         loss=LossConfig(vocab_chunks=one.chunks),
     )
+    if one.placed is None:
+        return plan
+    # As where shares are found for a mesh that is given: layer by layer, wherever they are.
+    return plan.placed({"fused": True, **one.placed.shares})
 
 
 def _remat(names: frozenset[str]) -> str:
@@ -319,6 +338,7 @@ def told(one: Candidate) -> str:
         + {"full": " recompute all", "none": " keep all"}.get(part.remat, f" keep {part.remat}")
         for part in plan.segments
     ]
+    layers += [one.way.placed.shown] if one.way.placed and one.way.placed.shown else []
     return (
         f"{rows} row{'s' if rows != 1 else ''} of each device at a time,"
         f" {count} time{'s' if count != 1 else ''} a step; {', '.join(layers)}"

@@ -99,6 +99,7 @@ class Seconds:
         beside: Those that compute can hide.
         memory: Updates, and sums of gradients of several microbatches.
         fixed: What calls, microbatches and the step take whatever their sizes.
+        bus: Transfers between device and host that compute waits for.
         hiding: See `Rates`.
         slowing: See `Rates`.
     """
@@ -108,6 +109,7 @@ class Seconds:
     beside: float
     memory: float = 0.0
     fixed: float = 0.0
+    bus: float = 0.0
     hiding: float = HIDING
     slowing: float = SLOWING
 
@@ -119,6 +121,7 @@ class Seconds:
             "waited": self.waited,
             "beside": self.beside,
             "memory": self.memory,
+            "bus": self.bus,
         }
 
     @property
@@ -130,7 +133,7 @@ class Seconds:
     def total(self) -> float:
         """What a step takes."""
         sent = self.waited + self.exposed + self.slowed
-        return self.compute + sent + self.memory + self.fixed
+        return self.compute + sent + self.memory + self.bus + self.fixed
 
     @property
     def slowed(self) -> float:

@@ -11,7 +11,7 @@ from colossax.planner.profiling import ModelProfile, bare
 from colossax.planner.searching.asked import Asked
 from colossax.planner.searching.meshes import limits_of, meshes, ruled
 from colossax.planner.searching.predicting import OnMesh
-from colossax.planner.searching.search import CHUNKS, MARGIN, Candidate
+from colossax.planner.searching.search import CHUNKS, MARGIN, Candidate, search
 
 _NODE = 8
 """GPUs of a node that is filled up, where a target has fewer."""
@@ -48,6 +48,21 @@ def smallest_target(
     whose devices do not hold parameters and optimizer state between them are passed over.
     """
     return next((one for one in _larger(target) if _fits(profile, plan, one, room, asked)), None)
+
+
+def smallest_host(
+    profile: ModelProfile, plan: Plan, target: Target, *, room: float, asked: Asked
+) -> float | None:
+    """Host memory for each device, in 1e9 bytes, with which formulas fit a plan; None where layers'
+    arrays cannot live there, or no amount of it would do.
+
+    Of the fastest plans with any amount of it, that which needs least.
+    """
+    if profile.moves:
+        return None
+    found = search(profile, plan, target, room=room, asked=asked, host=math.inf).candidates
+    least = min((one.predicted.host for one in found), default=None)
+    return None if least is None else math.ceil(least / _STEP) * _STEP / 1e9
 
 
 def _fits(profile: ModelProfile, plan: Plan, target: Target, room: float, asked: Asked) -> bool:

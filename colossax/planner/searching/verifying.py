@@ -119,8 +119,9 @@ def _apart(config: TrainConfig, target: Target) -> Compiled:
     return {"refused": said or f"compiling ended with {done.returncode}: {last}"}
 
 
-def true_seconds(predicted: Seconds, found: Compiled) -> Seconds:
-    """Seconds with collectives as they are in the compiled program.
+def true_seconds(predicted: Seconds, found: Compiled, target: Target) -> Seconds:
+    """Seconds with collectives, and transfers to and from the host, as they are in the compiled
+    program.
 
     What has compute beside it there may be hidden, all else is waited for. Compute stays as it was
     predicted, for what is compiled without a device is not tuned.
@@ -131,7 +132,18 @@ def true_seconds(predicted: Seconds, found: Compiled) -> Seconds:
         predicted,
         waited=exposed,
         beside=sum((one["seconds"] for one in collectives), 0.0) - exposed,
+        bus=_bus(predicted.compute, found.get("host_traffic"), target),
     )
+
+
+def _bus(compute: float, traffic: Mapping[str, Any] | None, target: Target) -> float:
+    """Seconds that are waited for of the slower direction: what has no compute beside it in the
+    program, and what lasts longer than all of that."""
+    waited = 0.0
+    for one in () if traffic is None else traffic["by_direction"]:
+        rate = target.gpu.pcie_bytes_per_s
+        waited = max(waited, one["exposed_bytes"] / rate, one["bytes"] / rate - compute)
+    return waited
 
 
 def room_of(target: Target, device_gb: float | None) -> float:

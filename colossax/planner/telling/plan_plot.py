@@ -58,4 +58,5 @@ def _seconds(plans: tuple[Planned, ...]) -> Mapping[str, list[float]]:
         "collectives that stick out": [one.seconds.exposed for one in plans],
         "matmuls slowed by collectives": [one.seconds.slowed for one in plans],
         "updates and sums of gradients": [one.seconds.memory for one in plans],
+        "transfers to and from host": [one.seconds.bus for one in plans],
     }

@@ -18,7 +18,8 @@ def describe_plans(title: str, answer: Answer, out: str | None) -> str:
         f"{title}: {words(first)}",
         f"{_time(seconds.total)} a step: {_time(seconds.compute)} of matmuls,"
         f" {_time(seconds.waited)} of collectives that they wait for,"
-        f" {_time(seconds.beside)} beside them ({_time(seconds.exposed)} of which stick out)",
+        f" {_time(seconds.beside)} beside them ({_time(seconds.exposed)} of which stick out)"
+        + (f", {_time(seconds.bus)} of transfers to and from host memory" if seconds.bus else ""),
         _memory(first, answer.room),
     ]
     if len(answer.plans) > 1:
@@ -42,6 +43,10 @@ def found_words(answer: Answer) -> str:
 
 
 def _memory(one: Planned, room: float) -> str:
+    return _device(one, room) + (f"; {_size(one.host_bytes)} of the host" if one.host_bytes else "")
+
+
+def _device(one: Planned, room: float) -> str:
     room_told = f"of {room / _GIB:.1f} GiB that a step may take"
     if one.found is None:
         return f"{_size(one.total_bytes)} by formula, not compiled, {room_told}"
