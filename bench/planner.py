@@ -26,7 +26,8 @@ import common
 sys.path.insert(0, str(common.REPOSITORY))
 
 ON_70B = {"embed": 8192, "layers": 80, "heads": 64, "kv_heads": 8, "mlp": 28672}
-NODE, EIGHT, MANY = "h100:1x8", "h100:8x8", "h100:64x8"
+ONE, NODE, EIGHT, MANY = "h100:1x1", "h100:1x8", "h100:8x8", "h100:64x8"
+ALL = "parameters=1,optimizer=1,activations=1"
 GIB = 2**30
 
 
@@ -34,7 +35,8 @@ GIB = 2**30
 class Case:
     """A plan: rows are of each device at a time.
 
-    Where the mesh has stages, `accumulation` is how many microbatches go through them.
+    Where the mesh has stages, `accumulation` is how many microbatches go through them. `host` has
+    shares of the layers whose arrays live in host memory.
     """
 
     recipe: str
@@ -48,6 +50,7 @@ class Case:
     changed: str = ""
     parts: int = 1
     gather: str = "microbatch"
+    host: str = ""
 
     @property
     def name(self) -> str:
@@ -58,6 +61,7 @@ class Case:
         words += [f"accumulation {self.accumulation}"] * (self.accumulation > 1)
         words += [f"{self.parts} chunks of a stage"] * (self.parts > 1)
         words += ["gathered once a step"] * (self.gather == "step")
+        words += [f"in host memory {self.host}"] * bool(self.host)
         return ", ".join(filter(None, words))
 
 
@@ -125,16 +129,51 @@ CASES = (
     Case("llama3_8b", EIGHT, {"stage": 8, "fsdp": 8}, accumulation=16, changed="70b", parts=2),
     Case("mixtral_8x7b", EIGHT, {"stage": 8, "fsdp": 8}, accumulation=16),
     Case("gpt2_124m", NODE, {"stage": 2, "data": 4}, rows=16, accumulation=4),
+    Case("llama3_8b", ONE, {"data": 1}, host=ALL),
+    Case("llama3_8b", ONE, {"data": 1}, accumulation=4, host=ALL),
+    Case("llama3_8b", ONE, {"data": 1}, rows=2, accumulation=2, host=ALL),
+    Case("llama3_8b", ONE, {"data": 1}, rows=2, host="optimizer=1"),
+    Case("llama3_8b", NODE, {"fsdp": 8}, host="optimizer=1"),
+    Case("llama3_8b", NODE, {"fsdp": 8}, accumulation=8, host="optimizer=1"),
+    Case("llama3_8b", NODE, {"fsdp": 8}, "qkv+attention", rows=4, host="optimizer=1"),
+    Case("llama3_8b", NODE, {"fsdp": 8}, "qkv+attention", rows=2, host=ALL),
+    Case(
+        "llama3_8b",
+        NODE,
+        {"fsdp": 4, "tensor": 2},
+        rows=2,
+        preset=SPLIT,
+        host="optimizer=0.5",
+    ),
+    Case(
+        "llama3_8b",
+        "h100:1x2",
+        {"fsdp": 2},
+        "attention",
+        accumulation=4,
+        host="parameters=0.25,optimizer=0.75,activations=0.5",
+    ),
+    Case("qwen3_0p6b", ONE, {"data": 1}, "qkv", rows=8, host="optimizer=1"),
+    Case("mixtral_8x7b", NODE, {"fsdp": 8}, host="parameters=1,optimizer=1"),
+    Case("mixtral_8x7b", NODE, {"expert": 8}, host="parameters=1,optimizer=1"),
+    Case("llama3_8b", NODE, {"fsdp": 8}, changed="70b", host="optimizer=1,activations=1"),
 )
 
 
 def configured(case: Case) -> tuple[Any, Any]:
     """Run and target of a case."""
     from colossax.aot import parse_target
-    from colossax.config import BatchConfig, LossConfig, PipelineConfig, Segment, preset
+    from colossax.config import (
+        BatchConfig,
+        LossConfig,
+        OffloadConfig,
+        PipelineConfig,
+        Segment,
+        preset,
+    )
     from colossax.recipes import recipe
 
-    config = recipe(case.recipe)
+    config, offload = recipe(case.recipe), OffloadConfig()
     staged = "stage" in case.mesh
     batch = (
         BatchConfig(microbatch=case.rows) if staged else BatchConfig(accumulation=case.accumulation)
@@ -147,6 +186,7 @@ def configured(case: Case) -> tuple[Any, Any]:
         loss=LossConfig(vocab_chunks=case.chunks),
         batch=batch,
         pipeline=PipelineConfig(chunks=case.parts, gather=case.gather),
+        offload=offload.with_text(case.host) if case.host else offload,
     )
     ways = 1
     for axis in ("data", "fsdp", "expert"):
@@ -166,7 +206,12 @@ def compiled(case: Case) -> dict[str, Any]:
         name = f"{link.totals.kind} along {link.totals.axis}"
         sent[name] = sent.get(name, 0) + link.totals.ring_bytes
     memory = found.memory
-    return {"bytes": memory.total_bytes, "terms": dict(memory.terms), "sent": sent}
+    facts = {"bytes": memory.total_bytes, "terms": dict(memory.terms), "sent": sent}
+    if case.host:
+        moved = found.host_traffic
+        assert moved is not None
+        facts |= {"host": memory.host_bytes, "moved": [moved.up_bytes, moved.down_bytes]}
+    return facts
 
 
 class Formulas:
@@ -188,7 +233,8 @@ class Formulas:
         found = predict(profile, config.plan, target)
         sent = [found.microbatches * one.bytes for one in found.sent]
         sent += [one.bytes for one in found.sent_once]
-        return {"bytes": found.bytes.total, "terms": found.bytes.terms, "sent": sum(sent)}
+        facts = {"bytes": found.bytes.total, "terms": found.bytes.terms, "sent": sum(sent)}
+        return {**facts, "host": found.host, "moved": list(found.moved)} if case.host else facts
 
 
 def main() -> int:
@@ -212,10 +258,16 @@ def main() -> int:
             "bytes": said["bytes"] / truth["bytes"] - 1,
             "sent": said["sent"] / total - 1 if total else 0.0,
         }
+        if case.host:  # all that is there and all that moves, the worst of these
+            pairs = zip(
+                [said["host"], *said["moved"]], [truth["host"], *truth["moved"]], strict=True
+            )
+            errors["host"] = max((one / other - 1 for one, other in pairs), key=abs)
         known[case.name] = {"compiled": truth, "formula": said, "error": errors}
         rows.append((case.name, truth["bytes"] / GIB, errors["bytes"], errors["sent"]))
         name, size, memory, sent = rows[-1]
-        print(f"{name}: {size:.2f} GiB, formula {memory:+.1%}; sent {sent:+.1%}", flush=True)
+        host = f"; host memory {errors['host']:+.1%}" if case.host else ""
+        print(f"{name}: {size:.2f} GiB, formula {memory:+.1%}; sent {sent:+.1%}{host}", flush=True)
         _write(args.out, known)
     memory = [abs(row[2]) for row in rows]
     sent = [abs(row[3]) for row in rows]

@@ -34,6 +34,7 @@ class Compiler:
         total = 1.05 * predict(self.profile, plan, target).bytes.total
         return {
             "device_bytes": {"total": total, "terms": {"all": total}},
+            "host_bytes": 0,
             "collectives": [{"seconds": 0.5, "exposed_s": 0.1}],
         }
 
@@ -99,6 +100,9 @@ def test_fresh_searches_neither_read_nor_keep(tiny):
         '{"format": 1, "found": {"device_bytes": {"total": "1"}, "collectives": []}}',
         '{"format": 1, "found": {"device_bytes": {"total": 1, "terms": 3}, "collectives": []}}',
         '{"format": 1, "found": {"device_bytes": {"total": 1, "terms": {}}, "collectives": [3]}}',
+        '{"format": 1, "found": {"device_bytes": {"total": 1, "terms": {}}, "collectives": []}}',
+        '{"format": 1, "found": {"device_bytes": {"total": 1, "terms": {}}, "collectives": [],'
+        ' "host_bytes": 0, "host_traffic": {"by_direction": [{"bytes": 1}]}}}',
     ],
 )
 @pytest.mark.catches("damage-is-believed")

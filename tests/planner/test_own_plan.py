@@ -193,9 +193,9 @@ def test_a_model_that_is_built_already_is_refused():
         colossax.plan(Tagger(nnx.Rngs(0)), total, OPTIMIZER, batch(), "h100:1x8")
 
 
-def test_host_memory_is_refused():
+def test_layers_in_host_memory_are_refused_where_none_may_be_used():
     given = colossax.Plan(offload=dataclasses.replace(colossax.Plan().offload, optimizer=1.0))
-    with pytest.raises(PlanError, match="host memory is not searched yet"):
+    with pytest.raises(PlanError, match="give --host-gb, or --plan.offload none"):
         planned(given=given)
 
 

@@ -110,7 +110,8 @@ def test_what_needs_least_is_compiled_before_all_is_refused(monkeypatch):
         factors = [1.0 if plan.mesh == least.plan.mesh else 10.0 for plan in plans]
         sizes = [predict(profile, plan, target).bytes.total for plan in plans]
         totals = [factor * size for factor, size in zip(factors, sizes, strict=True)]
-        return [{"device_bytes": {"total": one, "terms": {}}, "collectives": []} for one in totals]
+        facts = {"collectives": [], "host_bytes": 0}
+        return [{"device_bytes": {"total": one, "terms": {}}, **facts} for one in totals]
 
     monkeypatch.setattr(planned, "compiled", compiled)
     monkeypatch.setattr(planned, "profile_task", lambda *_: profile)

@@ -214,8 +214,9 @@ def test_two_searches_give_the_same_plans(llama):
 class Compiler:
     """Stands for compilations: bytes are those of formulas, times a factor and with more."""
 
-    def __init__(self, profile, *, factor=1.0, refuse=()):
+    def __init__(self, profile, *, factor=1.0, host_factor=1.0, refuse=()):
         self.profile, self.factor, self.refuse = profile, factor, refuse
+        self.host_factor = host_factor
         self.plans = []
 
     def __call__(self, subject, plans, target, processes):
@@ -225,9 +226,11 @@ class Compiler:
         self.plans.append(plan)
         if any(axis in plan.mesh for axis in self.refuse):
             return {"refused": "that axis is not for this model"}
-        total = self.factor * predict(self.profile, plan, target).bytes.total
+        said = predict(self.profile, plan, target)
+        total = self.factor * said.bytes.total
         return {
             "device_bytes": {"total": total, "terms": {"all": total}},
+            "host_bytes": self.host_factor * said.host,
             "collectives": [{"seconds": 0.5, "exposed_s": 0.1}],
         }
 
@@ -255,6 +258,24 @@ def test_no_plan_over_budget_is_named_and_room_is_used(llama, monkeypatch, facto
         assert answer.plans[0].seconds.compute < by_formula.predicted.seconds.compute
     if factor > 1:
         assert answer.plans[0].seconds.compute > by_formula.predicted.seconds.compute
+
+
+@pytest.mark.catches("over-host-memory-is-named")
+@pytest.mark.parametrize("factor", [0.9, 1.0])
+def test_no_plan_over_its_host_memory_is_named(llama, monkeypatch, factor):
+    config, profile = llama
+    one, compiler = parse_target("h100:1x1"), Compiler(profile, factor=factor)
+    monkeypatch.setattr(planned, "compiled", compiler)
+    monkeypatch.setattr(planned, "profile_task", lambda *_: profile)
+    monkeypatch.setattr(planned, "target_devices", lambda _: [])
+    answer = plan_run(Subject.of(config), config.plan, one, host_gb=100.0, top=1, processes=1)
+    assert 0 < answer.plans[0].host_bytes <= 100e9
+    assert answer.plans[0].to_json()["host_bytes"] == answer.plans[0].host_bytes
+    # Programs leave a tenth of the device, and what they told lets more stay there.
+    assert answer.plans[0].total_bytes > 0.85 * answer.room
+    monkeypatch.setattr(planned, "compiled", Compiler(profile, host_factor=1.2))
+    with pytest.raises(PlanError, match="nothing that is searched fits"):
+        plan_run(Subject.of(config), config.plan, one, host_gb=90.0, top=1, processes=1)
 
 
 @pytest.mark.catches("refused-is-named")
@@ -315,14 +336,11 @@ def test_dims_that_nothing_has_are_not_pinned(llama):
 
 
 @pytest.mark.catches("float8-fits-no-mesh")
-def test_host_memory_and_float8_are_refused(llama):
+def test_float8_is_refused(llama):
     config, _ = llama
     precision = dataclasses.replace(config.plan.precision, matmul="float8")
     with pytest.raises(PlanError, match="plan.precision: what float8 makes of a step's time"):
         plan_run(Subject.of(config), config.plan.replace(precision=precision), TARGET, verify=False)
-    offload = dataclasses.replace(config.plan.offload, optimizer=1.0)
-    with pytest.raises(PlanError, match=r"plan.offload: host memory is not searched yet"):
-        plan_run(Subject.of(config), config.plan.replace(offload=offload), TARGET, verify=False)
 
 
 @pytest.mark.catches("refusals-are-tried-for-ever")

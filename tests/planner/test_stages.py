@@ -175,8 +175,8 @@ def test_a_model_without_stages_is_not_tried_on_others(llama, monkeypatch):
                 found.append({"refused": "mesh axis 'stage': its loss cannot be cut"})
                 continue
             total = predict(profile, plan, target).bytes.total
-            facts = {"device_bytes": {"total": total, "terms": {}}, "collectives": [SENT]}
-            found.append(facts)
+            facts = {"collectives": [SENT], "host_bytes": 0}
+            found.append({"device_bytes": {"total": total, "terms": {}}, **facts})
         return found
 
     monkeypatch.setattr(planned, "compiled", compiler)

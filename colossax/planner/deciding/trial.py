@@ -102,14 +102,21 @@ class Trial:
         pass, forward or backward, the optimizer's state once each way, and gradients each time they
         are added to."""
         passes = 2 * self.microbatches + (self._clipping == "two_pass")
-        visits = passes + 1 + (self._clipping == "stack")
+        waits = self._clipping == "stack"
+        visits = passes + 1 + waits
         state = host_bytes_of(self.step.abstract["opt_state"])
         gradients = gradient_bytes(self.step, self.microbatches)
         return {
             "parameters": visits * host_bytes_of(self.step.abstract["params"]),
-            "optimizer": 2 * state + 2 * self.microbatches * gradients,
+            "optimizer": 2 * state + self._of_gradients(waits) * gradients,
             "activations": passes * self.kept_bytes,
         }
+
+    def _of_gradients(self, waits: bool) -> int:
+        """How often they cross the bus: each of several microbatches fetches their sums and stores
+        them, but for a last one that updates at once; an update that waits fetches them."""
+        count = self.microbatches
+        return 2 if count == 1 else 2 * count + (1 if waits else -1)
 
     def demand(self, needs: StepBytes) -> Demand:
         """What is needed, of a trial with every layer in host memory."""

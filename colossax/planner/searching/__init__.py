@@ -1,6 +1,7 @@
 """The fastest plan that fits: every mesh scored by formula, the best of them compiled."""
 
 from .asked import Asked as Asked
+from .by_hand import predict as predict
 from .meshes import AXES as AXES
 from .own import plan as plan
 from .pins import asked_of as asked_of
@@ -8,5 +9,4 @@ from .planned import Answer as Answer
 from .planned import Planned as Planned
 from .planned import plan_run as plan_run
 from .predicting import Prediction as Prediction
-from .predicting import predict as predict
 from .verifying import Subject as Subject

@@ -18,7 +18,7 @@ from colossax.errors import PlanError
 from colossax.optim import decays
 from colossax.planner.profiling import ModelProfile
 from colossax.planner.searching.bounds import divisors
-from colossax.planner.searching.memory import Bytes, working
+from colossax.planner.searching.memory import STREAM, Bytes, working
 from colossax.planner.searching.parts import Parts
 from colossax.planner.searching.policies import Policy
 from colossax.planner.searching.predicting import OnMesh, Policies, Prediction
@@ -50,8 +50,9 @@ class Tier:
         """
         profile, parts = mesh.profile, mesh.parts
         self._mesh, precision = mesh, parts.bound.plan.precision
+        self._stored = dataclasses.replace(mesh.stored, gathered=mesh.stored.gathered_apart)
         self.layers = max((info.total_layers or 0 for info in profile.infos), default=0)
-        adds = np.dtype(precision.accumulation).itemsize
+        adds = float(np.dtype(precision.accumulation).itemsize)
         self._narrow = min(adds, np.dtype(precision.reduction or precision.compute).itemsize) / adds
         moved = [at for at, info in enumerate(profile.infos) if _moves(info)]
         self.parameters = sum(_at_rest(profile, parts, at) for at in moved) / self.layers
@@ -87,8 +88,7 @@ class Tier:
         """
         layers, count = self.layers, self._mesh.rows // rows
         kept = rows * policy.bytes / layers
-        stack = self.gradients(count)
-        own = self.optimizer + stack
+        own = self.optimizer + self.gradients(count)
         counts = np.arange(layers + 1)
         of_parameters, of_kept = np.meshgrid(counts, counts, indexing="ij")
         least = np.zeros_like(of_parameters, dtype=float)
@@ -97,10 +97,8 @@ class Tier:
             own_bytes = moment.optimizer
             most = np.where(over > 0, np.inf, 0.0)
             least = np.maximum(least, over / own_bytes if own_bytes else most)
-        of_optimizer = np.ceil(np.maximum(least, 0) - 1e-9)
+        of_optimizer = np.minimum(np.ceil(np.maximum(least, 0) - 1e-9), layers + 1)
         used = of_parameters * self.parameters + of_optimizer * own + of_kept * kept
-        # What does not fit anyway has no seconds.
-        of_optimizer = np.minimum(of_optimizer, layers + 1)
         beside = self._mesh.rows * policy.seconds
         seconds = self._bus(of_parameters, of_optimizer, of_kept, kept, count, beside)
         seconds = np.where((of_optimizer <= layers) & (used <= host), seconds, np.inf)
@@ -115,19 +113,24 @@ class Tier:
         )
 
     def _moments(self, rows: int, vocab_chunks: int, count: int) -> list["_Moment"]:
-        """Of the loss, a layer's backward pass, and an update."""
+        """Of the loss, a layer's backward pass, and an update: after all of that, or in it."""
         mesh, stack = self._mesh, self.gradients(count)
-        one, several = mesh.stored, count > 1
+        one, several = self._stored, count > 1
         layer, loss = working(one, mesh.tensor, mesh.tokens(rows), vocab_chunks)
         fixed = one.states - self.layers * (self.parameters + self.optimizer)
         fixed += several * (one.gradients - one.layer_gradients)
-        late = self.optimizer + stack
-        in_backward = one.behind + layer + (not stack) * self._update
-        return [
+        fixed_late, late = fixed + one.behind, self.optimizer + stack
+        moments = [
             _Moment(fixed + loss, self.optimizer + several * stack, keeps=True, fetches=False),
-            _Moment(fixed + in_backward, late, keeps=True, fetches=True),
-            _Moment(fixed + one.behind + self._update, late, keeps=False, fetches=False),
+            _Moment(fixed_late + layer, late, keeps=True, fetches=True),
         ]
+        if mesh.profile.clips:
+            after = fixed_late + self._update
+            return [*moments, _Moment(after, late, keeps=False, fetches=False)]
+        # Layers are updated as soon as the last microbatch's gradients are there.
+        beside = one.gathered + STREAM * mesh.tokens(rows).inside * one.stream
+        among = fixed_late + beside + self._update
+        return [*moments, _Moment(among, late, keeps=True, fetches=True)]
 
     def _on_device(self, moment: "_Moment", parameters, optimizer, activations, kept: float):
         """Bytes with so many layers' arrays in host memory."""
@@ -148,25 +151,16 @@ class Tier:
 
     def _traffic(self, parameters, optimizer, activations, kept: float, count: int):
         """Bytes of a step to the device, and to the host: of passes, and of updates after them."""
-        stack, several = self.gradients(count), count > 1
+        waits, several = self._mesh.profile.clips, count > 1
         params, moments = self.parameters * parameters, self.optimizer * optimizer
-        grads = stack * optimizer
-        keeps = count * kept * activations
+        grads, keeps = self.gradients(count) * optimizer, count * kept * activations
         up = count * (2 * params + several * grads) + keeps
-        down = count**several * grads + keeps
-        return (up, bool(stack) * params + moments + grads), (down, params + moments)
-
-    def traffic(self, placed: Placed, kept: float, microbatches: int) -> tuple[float, float]:
-        """Bytes of a step to the device, and to the host.
-
-        Args:
-            placed: What is in host memory.
-            kept: Of all layers.
-            microbatches: Of a step.
-        """
-        there = placed.parameters, placed.optimizer, placed.activations
-        up, down = self._traffic(*there, kept / self.layers, microbatches)
-        return sum(up), sum(down)
+        down = (count - 1) * grads + keeps
+        end_up, end_down = waits * params + moments + waits * grads, params + moments
+        down = down + waits * grads
+        if waits:
+            return (up, end_up), (down, end_down)
+        return (up + end_up, 0.0), (down + end_down, 0.0)
 
     def predicted(
         self, rows: int, policies: Policies, vocab_chunks: int, placed: Placed
@@ -178,13 +172,14 @@ class Tier:
         moments = self._moments(rows, vocab_chunks, count)
         most = max(moments, key=lambda one: self._on_device(one, *there, kept))
         total, stack = self._on_device(most, *there, kept), self.gradients(count)
-        states, summed = self._mesh.stored, count > 1
+        states, summed = self._stored, count > 1
         at_rest = states.states - self.parameters * placed.parameters
         at_rest -= self.optimizer * placed.optimizer
         sums = (most.optimizer - self.optimizer) * (self.layers - placed.optimizer)
         sums += summed * (states.gradients - states.layer_gradients)
         stays = most.keeps * kept * (self.layers - placed.activations)
         bus = self._bus(*there, kept, count, plain.seconds.compute)
+        up, down = self._traffic(*there, kept, count)
         host = self.parameters * placed.parameters + kept * placed.activations
         return dataclasses.replace(
             plain,
@@ -195,6 +190,7 @@ class Tier:
                 working=total - at_rest - sums - stays,
             ),
             host=host + (self.optimizer + stack) * placed.optimizer,
+            moved=(float(sum(up)), float(sum(down))),
             seconds=dataclasses.replace(plain.seconds, bus=float(bus)),
         )
 

@@ -98,7 +98,12 @@ def _is_whole(found: Any) -> bool:
     terms, collectives = sizes.get("terms"), found["collectives"]
     if not isinstance(terms, dict) or not all(isinstance(one, dict) for one in collectives):
         return False
-    numbers = [sizes.get("total"), *terms.values()]
+    traffic = found.get("host_traffic", {"by_direction": []})
+    moved = traffic.get("by_direction") if isinstance(traffic, dict) else None
+    if not isinstance(moved, list) or not all(isinstance(one, dict) for one in moved):
+        return False
+    numbers = [sizes.get("total"), found.get("host_bytes"), *terms.values()]
+    numbers += [one.get(name) for one in moved for name in ("bytes", "exposed_bytes")]
     numbers += [one.get(name) for one in collectives for name in ("seconds", "exposed_s")]
     return all(isinstance(number, int | float) for number in numbers)
 

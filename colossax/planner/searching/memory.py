@@ -27,9 +27,9 @@ HEAD, LOGITS, STREAM_OF_LOSS = 1.5, 1.0, 6.0
 """Of what the loss works with: the head in float32 with its gradient, the logits of a chunk, and
 what goes into it."""
 
-MORE_HEAD, EXPERTS_OF_STAGES = 1.1, 1.2
+MORE_HEAD, EXPERTS_APART = 1.1, 1.2
 """Of the head in float32, what stages that share the vocabulary have beside; of experts' weights
-what theirs have, as they add gradients up where they lie."""
+what stages have, and layers that are updated one by one, as their gradients do not wait."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,6 +74,7 @@ class Stored:
         gradients: Of all parameters, as they are added up.
         behind: Of matrices outside of layers, as they are reduced.
         gathered: The largest layer's weights as they are multiplied, those of experts weighted.
+        gathered_apart: Likewise where layers are updated one by one.
         head: Likewise of the largest matrix outside of layers, in float32.
         widest: Bytes of the most numbers that a layer makes of a token at once.
         stream: Of what goes from layer to layer, of a token.
@@ -86,6 +87,7 @@ class Stored:
     gradients: float
     behind: float
     gathered: float
+    gathered_apart: float
     head: float
     widest: float
     stream: float
@@ -116,14 +118,19 @@ def stored(profile: ModelProfile, parts: Parts) -> Stored:
         if info.total_layers is not None:
             split = parts.axes("weights", info.dims, info.shape)
             whole += compute * numbers / parts.size(split)
-    experts = EXPERTS if parts.size((MeshAxis.STAGE.value,)) == 1 else EXPERTS_OF_STAGES
-    gathered = (_gathered(profile, parts, kind, experts) for kind in profile.kinds)
+
+    def gathered(experts: float) -> float:
+        each = (_gathered(profile, parts, kind, experts) for kind in profile.kinds)
+        return compute * max(each, default=0.0)
+
+    experts = EXPERTS if parts.size((MeshAxis.STAGE.value,)) == 1 else EXPERTS_APART
     return Stored(
         states=states,
         layer_gradients=layers,
         gradients=gradients,
         behind=behind,
-        gathered=compute * max(gathered, default=0.0),
+        gathered=gathered(experts),
+        gathered_apart=gathered(EXPERTS_APART),
         head=head,
         widest=compute * max((_widest(profile, kind) for kind in profile.kinds), default=0.0),
         stream=float(compute * profile.width),

@@ -1,11 +1,11 @@
-"""What a plan needs and takes, by formula alone."""
+"""What a model on a mesh needs and takes, by formula alone."""
 
 import dataclasses
 import math
 from collections.abc import Sequence
 
 from colossax.aot import Target
-from colossax.config import MESH_AXES, SAVEABLE, MeshAxis, Plan
+from colossax.config import MESH_AXES, MeshAxis, Plan
 from colossax.errors import PlanError
 from colossax.planner.profiling import LayerKind, ModelProfile
 from colossax.planner.searching.memory import Bytes, Stored, bytes_of, kept_bytes, stored
@@ -29,7 +29,6 @@ from colossax.planner.searching.sends import (
 from colossax.planner.searching.stages import stages_of, stages_sent
 from colossax.planner.searching.touched import touched_by_microbatch, touched_by_step
 from colossax.sharding import activation_axes, batch_axes, seq_axes
-from colossax.step.microbatches import PER_STAGE
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,6 +42,7 @@ class Prediction:
         sent_once: In a step, beside.
         microbatches: A step.
         host: Bytes of the host, for the device.
+        moved: Bytes of a step to the device and to the host.
     """
 
     bytes: Bytes
@@ -51,6 +51,7 @@ class Prediction:
     sent_once: tuple[Sent, ...]
     microbatches: int
     host: float = 0.0
+    moved: tuple[float, float] = (0.0, 0.0)
 
 
 Policies = Sequence[Sequence[tuple[int, frozenset[str]]]]
@@ -315,48 +316,3 @@ def _passes(kind: LayerKind, names: frozenset[str]) -> float:
     """Of attention: backward computes scores anew, five products where forward has two."""
     _, share = kind.traced.again[names]
     return 3.5 + (names in kind.traced.opaque or share > 0)
-
-
-def predict(
-    profile: ModelProfile, plan: Plan, target: Target, rates: Rates | None = None
-) -> Prediction:
-    """Of a plan as it is.
-
-    Args:
-        profile: The model.
-        plan: The whole plan.
-        target: Where.
-        rates: That were measured; default what is assumed of the target.
-
-    Raises:
-        PlanError: Its mesh does not divide the model or its batch.
-    """
-    mesh = OnMesh(profile, plan, target, rates=rates)
-    batch = plan.batch
-    rows = batch.microbatch or mesh.rows // batch.accumulation
-    if mesh.stages.count > 1 and batch.microbatch is None:
-        most = min(PER_STAGE * mesh.stages.count, rows)
-        of_rows = next(n for n in range(most, 0, -1) if not rows % n)
-        rows //= plan.pipeline.microbatches or of_rows
-    calls = [kind.calls // mesh.stages.share for kind in profile.kinds]
-    policies = [
-        [(count, names_of(plan) & _named(kind))]
-        for count, kind in zip(calls, profile.kinds, strict=True)
-    ]
-    if len(calls) == 1 and len(plan.segments) > 1:
-        given = [(one.count, names_of(plan, at)) for at, one in enumerate(plan.segments)]
-        left = calls[0] - sum(count for count, _ in given if count > 0)
-        known = _named(profile.kinds[0])
-        policies = [[(left if count == -1 else count, names & known) for count, names in given]]
-    return mesh.predicted(rows, policies, plan.loss.vocab_chunks)
-
-
-def _named(kind: LayerKind) -> frozenset[str]:
-    """All names that a layer gives; mixtures give none to their experts' hidden units."""
-    return max(kind.traced.again, key=len)
-
-
-def names_of(plan: Plan, segment: int = 0) -> frozenset[str]:
-    """What a segment keeps on the device; `none` counts as all that has a name."""
-    remat = plan.segments[segment].remat
-    return frozenset(SAVEABLE if remat in ("none", "dots") else remat.split("+")) - {"full"}
