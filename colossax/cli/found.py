@@ -12,7 +12,7 @@ from colossax.planner.searching import Subject
 from colossax.recipes import OwnTask
 from colossax.tasks import TrainConfig
 
-_HELD = ("plan.mesh", "plan.offload.device_gb")
+_HELD = ("plan.mesh", "plan.offload.auto", "plan.offload.device_gb", "plan.offload.host_gb")
 """What the search itself holds to; all else of a plan is put over what it finds."""
 
 
@@ -55,7 +55,9 @@ def plan_found(
         subject = Subject.of(run, fresh=fresh)
     else:
         subject = Subject(task=run.task, fresh=fresh)
-    values = [(n, text) for n, text in overrides if n.startswith("plan.") and n not in _HELD]
+    held = {*overrides} & {("plan.offload", "auto"), ("plan.offload", "none")}
+    held |= {(name, text) for name, text in overrides if name in _HELD}
+    values = [one for one in overrides if one[0].startswith("plan.") and one not in held]
 
     def over(plan: Plan) -> Plan:
         if "plan.batch.accumulation" in names:  # one follows from the other

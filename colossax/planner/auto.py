@@ -5,10 +5,12 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+
 from colossax.aot import Target, gpu_keys, parse_target
 from colossax.config import MESH_AXES, Plan
 from colossax.errors import InputError, PlanError
-from colossax.offload.limits import device_budget
+from colossax.offload.limits import device_budget, host_budget
 from colossax.planner.searching import AXES, Answer, Asked, Subject, plan_run
 from colossax.planner.searching.asked import NOTHING_ASKED
 from colossax.planner.searching.verifying import Tell, compiled
@@ -76,7 +78,8 @@ def find_plan(
     Args:
         subject: What is trained.
         plan: Precision, kernels and all that is not searched; `offload.device_gb` is the budget of
-            a device.
+            a device. With `offload.auto` layers' arrays may live in host memory: in as much of it
+            as `offload.host_gb` says, or as is free.
         target: Where.
         mesh_given: Whether the plan's mesh is to hold.
         over: Puts what is given by hand over the plan that was found. Where that changes it, the
@@ -88,7 +91,8 @@ def find_plan(
         PlanError: Nothing fits; what is given by hand makes it too large, or is refused.
         InputError: See `plan_run`.
     """
-    offload = dataclasses.replace(plan.offload, device_gb=None)
+    budgets = {"auto": False, "device_gb": None, "host_gb": None}
+    offload = dataclasses.replace(plan.offload, **budgets)
     known = target.gpu.memory_bytes if memory is None else min(memory, target.gpu.memory_bytes)
     answer = plan_run(
         subject,
@@ -96,6 +100,7 @@ def find_plan(
         target,
         asked=_pinned(plan, target) if mesh_given else NOTHING_ASKED,
         device_gb=device_budget(plan.offload.device_gb, known) / 1e9,
+        host_gb=_host_gb(plan, target, there=memory is not None),
         tell=tell,
     )
     tell(f"plan auto, {target.name}: {found_words(answer)}")
@@ -103,6 +108,23 @@ def find_plan(
     if changed != answer.best:
         _check_changed(subject, changed, target, answer, tell)
     return changed
+
+
+def _host_gb(plan: Plan, target: Target, *, there: bool) -> float | None:
+    """Of the host's memory, in 1e9 bytes for each device; None where none may be used.
+
+    Raises:
+        PlanError: More is given than is free, or how much a host has is not known.
+    """
+    if not plan.offload.auto:
+        return None
+    if not there and plan.offload.host_gb is None:
+        raise PlanError(
+            f"plan.offload.host_gb: how much memory the hosts of {target.name} have is not known;"
+            " give how much there is for each GPU, as in --plan.offload.host_gb 96"
+        )
+    devices = jax.devices() if there else []
+    return host_budget(plan.offload.host_gb, devices, None if there else target) / 1e9
 
 
 def _pinned(plan: Plan, target: Target) -> Asked:

@@ -90,6 +90,29 @@ def test_a_plan_that_is_named_fits_as_it_was_compiled(tmp_path, monkeypatch):
     assert [one.to_json() for one in again.plans] == [one.to_json() for one in answer.plans]
 
 
+@pytest.mark.catches("host-memory-of-half")
+def test_a_model_larger_than_its_device_is_planned_with_host_memory(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLOSSAX_CACHE", str(tmp_path))
+    config = recipe("llama3_8b")
+    config = config.replace(
+        model=dataclasses.replace(config.model, layers=8),
+        data=dataclasses.replace(config.data, global_batch=4),
+    )
+    target, plan = parse_target("h100:1x1"), config.plan
+    answer = plan_run(
+        Subject.of(config), plan, target, top=1, device_gb=30.0, host_gb=30.0, processes=1
+    )
+    (one,) = answer.plans
+    assert one.found is not None
+    assert one.total_bytes <= 30e9
+    said = one.candidate.predicted
+    assert 0 < one.host_bytes == said.host <= 30e9
+    assert said.bytes.total == pytest.approx(one.total_bytes, rel=0.04)
+    moved = one.found["host_traffic"]
+    assert said.moved == (moved["to_device_bytes"], moved["to_host_bytes"])
+    assert one.seconds.bus > 0
+
+
 class Block(nnx.Module):
     def __init__(self, rngs):
         self.up, self.down = nnx.Linear(512, 2048, rngs=rngs), nnx.Linear(2048, 512, rngs=rngs)

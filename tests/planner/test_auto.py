@@ -15,7 +15,8 @@ from colossax.config import Plan, Segment
 from colossax.errors import InputError, PlanError
 from colossax.planner import auto
 from colossax.planner.profiling import profile_task
-from colossax.planner.searching import Subject, plan_run, planned
+from colossax.planner.searching import Asked, Subject, plan_run, planned
+from colossax.planner.searching.search import search
 from colossax.recipes import recipe
 from colossax.tasks import task_of
 
@@ -137,6 +138,30 @@ def test_the_budget_is_what_is_there_or_what_is_given(by_formula):
     assert "of 3.6 GiB" in find(memory=4 * 10**9)[1][-1]
     with pytest.raises(PlanError, match=r"plan.offload.device_gb: 2 GB are given, and a device"):
         find(given, memory=10**9)
+
+
+@pytest.mark.catches("auto-leaves-host-memory-alone")
+def test_host_memory_is_used_where_offload_is_auto(by_formula, profile):
+    plan = recipe("llama_tiny").plan
+    asked = Asked(sizes={"data": 8})
+    smallest = search(profile, plan, TARGET, room=1.0, asked=asked).smallest
+    assert smallest is not None
+    least = 0.95 * smallest.predicted.bytes.total
+    plan = plan.replace(mesh={"data": 8})
+
+    def with_offload(**changes):
+        return plan.replace(offload=dataclasses.replace(plan.offload, **changes))
+
+    small = {"device_gb": least / 1e9}
+    with pytest.raises(PlanError, match="nothing that is searched fits"):
+        find(with_offload(**small), mesh_given=True)
+    found, lines = find(with_offload(auto=True, host_gb=1.0, **small), mesh_given=True)
+    assert found.offload.wanted
+    assert not found.offload.auto
+    assert found.offload.host_gb is None
+    assert "in host memory " in lines[-1]
+    with pytest.raises(PlanError, match=r"hosts of h100:1x8 have is not known; give how much"):
+        find(with_offload(auto=True, **small), mesh_given=True)
 
 
 @pytest.mark.slow

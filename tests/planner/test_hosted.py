@@ -188,7 +188,11 @@ def test_host_memory_that_is_said_to_do_does(llama):
 @pytest.mark.parametrize(
     ("offload", "host_gb", "words"),
     [
-        (OffloadConfig(optimizer=1.0), None, "give --host-gb, or --plan.offload none"),
+        (
+            OffloadConfig(optimizer=1.0),
+            None,
+            r"give --host-gb \(--plan.offload auto beside --plan auto\), or",
+        ),
         (OffloadConfig(auto=True), None, "give --host-gb"),
         (OffloadConfig(cpu_update=0.5, optimizer=1.0, parameters=1.0), 9.0, "cpu_update: found"),
         (OffloadConfig(clipping="two_pass"), 9.0, "clipping: found two_pass"),

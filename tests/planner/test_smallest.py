@@ -80,9 +80,13 @@ def test_the_least_budget_does_and_less_does_not(llama):
         (
             "h100:1x1",
             None,
-            r"GPUs of which it may take 1\d\d\.\d GB \(the least, by formula\), sho",
+            r"GPUs of which it may take 1\d\d\.\d GB \(the least, by formula\), --host-gb \d",
         ),
-        ("h100:1x8", 10.0, r"--device-gb 1\d\.\d \(the least that fits it by formula\), shorter r"),
+        (
+            "h100:1x8",
+            10.0,
+            r"--device-gb 1\d\.\d \(the least that fits it by formula\), --host-gb 1",
+        ),
         (
             "h100:1x1",
             0.05,

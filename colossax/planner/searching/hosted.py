@@ -305,7 +305,8 @@ def check_host(plan: Plan, host_gb: float | None) -> None:
     if host_gb is None and placed:
         raise PlanError(
             "plan.offload: the plan has layers in host memory or updates them one by one, and what"
-            " lives there is found where it may be used; give --host-gb, or --plan.offload none"
+            " lives there is found where it may be used; give --host-gb (--plan.offload auto beside"
+            " --plan auto), or --plan.offload none"
         )
     if host_gb is None:
         return
