@@ -1,14 +1,14 @@
 """Seconds that a way to run needs at least, so that few of many have to be scored.
 
-What no plan does without: matmuls forward and backward on all devices, recomputed as little as any
-policy does, as often as stages run them; weights of layers gathered and their gradients summed so
-often; what stages hand on; and what layers send for their tokens, as it was found on a mesh that
-splits them likewise.
+What no plan does without: matmuls forward and backward on all devices, recomputed as little as
+memory lets any mix of policies, as often as stages run them; weights of layers gathered and their
+gradients summed so often; what stages hand on; and what layers send for their tokens, as it was
+found on a mesh that splits them likewise.
 """
 
+import bisect
 import functools
 import heapq
-import itertools
 import math
 from collections.abc import Iterator, Mapping
 
@@ -17,6 +17,7 @@ import numpy as np
 from colossax.aot import Link, Target
 from colossax.config import MeshAxis, Plan
 from colossax.planner.profiling import ModelProfile, bare
+from colossax.planner.searching.memory import working_of
 from colossax.planner.searching.meshes import AXES, Way, limits_of, meshes, ruled
 from colossax.planner.searching.predicting import OnMesh, least_seconds
 from colossax.planner.searching.seconds import Rates, Seconds
@@ -96,20 +97,18 @@ class Bounds:
         reduced = (plan.precision.reduction or plan.precision.compute, plan.precision.accumulation)
         self._summed = min(np.dtype(each).itemsize for each in reduced)
         self._at_rest = np.dtype(plan.precision.params).itemsize
-        # Where all shared all of it, states would take this much of a device.
-        states = sum(
-            math.prod(info.shape) * (info.at_rest(plan.precision.params).itemsize + moment)
-            for info, moment in zip(profile.infos, profile.moments, strict=True)
-        )
-        self._room = room - states / target.size
-        kept = (
-            kind.calls * array.bytes / profile.tokens
-            for kind in profile.kinds
-            for array in kind.traced.kept
-            if array.name == "input"
-        )
-        self._stream = sum(kept, 0.0)
-        self._layers, self._ends = least_seconds(profile, target, rates)
+        numbers = [math.prod(info.shape) for info in profile.infos]
+        pairs = list(zip(numbers, profile.infos, profile.moments, strict=True))
+        params = plan.precision.params
+        self._parameters = sum(n * info.at_rest(params).itemsize for n, info, _ in pairs)
+        self._moments = sum((n * moment for n, _, moment in pairs), 0.0)
+        adds = np.dtype(plan.precision.accumulation).itemsize
+        layers = zip(pairs, profile.learns, strict=True)
+        learned = (n for (n, info, _), learns in layers if learns and info.total_layers is not None)
+        self._gradients = adds * sum(learned)
+        self._working = working_of(profile, np.dtype(plan.precision.compute).itemsize)
+        self._room = room
+        self._policies, self._ends = least_seconds(profile, target, rates)
 
     def ordered(self, pinned: Mapping[str, int]) -> Iterator[tuple[float, dict[str, int], Way]]:
         """All ways with seconds that they need at least, the fewest first."""
@@ -123,20 +122,47 @@ class Bounds:
     def of(self, mesh: Mapping[str, int], way: Way) -> float:
         """Seconds that it needs at least: with the number of microbatches that is best for it, of
         those whose layers' inputs fit; infinite where none do."""
-        rows = self._rows(mesh)
-        fitting = (n for n in divisors(rows) if self._inputs(mesh, way, rows, n) <= self._room)
-        if mesh[MeshAxis.STAGE] == 1:  # fewer send less
-            fitting = itertools.islice(fitting, 1)
-        return min((self._of(mesh, way, rows, count) for count in fitting), default=math.inf)
-
-    def _inputs(self, mesh: Mapping[str, int], way: Way, rows: int, microbatches: int) -> float:
-        """Bytes that a device keeps of its layers' inputs."""
-        stages = Stages(count=mesh[MeshAxis.STAGE], chunks=way.chunks)
+        rows, room, found = self._rows(mesh), self._left(mesh, way), math.inf
         inner = mesh[MeshAxis.RING] * mesh[MeshAxis.ULYSSES] * mesh[MeshAxis.TENSOR]
-        row = self._profile.tokens / inner * self._stream / stages.share
-        return stages.slots(microbatches) * rows / microbatches * row
+        stages = Stages(count=mesh[MeshAxis.STAGE], chunks=way.chunks)
+        for count in divisors(rows):
+            each = rows / count / inner
+            left = room - each * self._working
+            layers = self._least(left * stages.share / stages.slots(count) / each)
+            if math.isinf(layers):
+                continue
+            found = min(found, self._of(mesh, way, rows, count, layers))
+            if stages.count == 1 and layers == self._least(math.inf):
+                break  # fewer send less
+        return found
 
-    def _of(self, mesh: Mapping[str, int], way: Way, rows: int, microbatches: int) -> float:
+    def _left(self, mesh: Mapping[str, int], way: Way) -> float:
+        """Bytes of a device beside parameters, optimizer state and layers' gradients, split as far
+        as may be."""
+        data, size, others = mesh[MeshAxis.DATA], self._target.size, self._moments + self._gradients
+        if way.stored:
+            return self._room - (self._parameters + others) * data / size
+        whole = data * mesh[MeshAxis.FSDP]
+        return self._room - (self._parameters * whole + others) / size
+
+    def _least(self, room: float) -> float:
+        """Seconds of layers that keep so much of a row at most, infinite where none keep so
+        little: on the line between the two policies around it."""
+        known = self._policies
+        if not known:
+            return 0.0
+        at = bisect.bisect_right(known, (room, math.inf))
+        if at == 0:
+            return math.inf
+        kept, seconds = known[at - 1]
+        if at == len(known):
+            return seconds
+        more, fewer = known[at]
+        return seconds - (seconds - fewer) * (room - kept) / (more - kept)
+
+    def _of(
+        self, mesh: Mapping[str, int], way: Way, rows: int, microbatches: int, layers: float
+    ) -> float:
         count, along = mesh[MeshAxis.STAGE], mesh[MeshAxis.RING] * mesh[MeshAxis.ULYSSES]
         stages = Stages(count=count, chunks=way.chunks)
         turns = stages.turns(microbatches)
@@ -151,7 +177,7 @@ class Bounds:
             waited += sent * held / self._rate(mesh, MeshAxis.STAGE)
         gathers, states = self._weights(mesh, way, turns * microbatches)
         return Seconds(
-            compute=turns * self._layers + self._ends,
+            compute=turns * layers + self._ends,
             waited=waited + states,
             beside=beside + gathers,
             hiding=self._rates.hiding,

@@ -269,8 +269,8 @@ def _at_rest(profile: ModelProfile, parts: Parts, at: int) -> float:
 
 def _moments(profile: ModelProfile, parts: Parts, at: int) -> float:
     info = profile.infos[at]
-    own = parts.size(parts.axes("optimizer", info.dims, info.shape))
-    return profile.moments[at] * _numbers(info) / own
+    split = parts.axes("optimizer", info.dims, info.shape)
+    return profile.moments[at] * _numbers(info) / parts.size(split)
 
 
 def _gradient(profile: ModelProfile, parts: Parts, at: int, wide: float) -> float:

@@ -214,6 +214,17 @@ def working(
     return layer, HEAD * one.head + LOGITS * logits + STREAM_OF_LOSS * stream
 
 
+def working_of(profile: ModelProfile, wide: int) -> float:
+    """Bytes that a layer works with in its backward pass, of a row, its weights left out.
+
+    Args:
+        profile: The model.
+        wide: Bytes of a number that is multiplied.
+    """
+    widest = max((_widest(profile, kind) for kind in profile.kinds), default=0.0)
+    return wide * profile.tokens * (HIDDEN * widest + STREAM * profile.width)
+
+
 def _widest(profile: ModelProfile, kind: LayerKind) -> float:
     """Of a layer's maps the most numbers that one makes of a token."""
     widest = 0.0

@@ -293,23 +293,44 @@ class OnMesh:
         return total, flops
 
 
-def least_seconds(profile: ModelProfile, target: Target, rates: Rates) -> tuple[float, float]:
-    """Of a step, whatever the mesh is: layers' matmuls forward and backward under the policy that
-    computes least again, and what stands beside them, shared by all devices."""
+def least_seconds(
+    profile: ModelProfile, target: Target, rates: Rates
+) -> tuple[list[tuple[float, float]], float]:
+    """Of a step, whatever the mesh is, shared by all devices: layers' matmuls forward and backward
+    under each policy that is on the lower hull of all, with the bytes that it keeps of a row, the
+    least first; and what stands beside layers."""
     rows = profile.rows / target.size
     pairs = profile.pair_flops / max(1, sum(kind.calls for kind in profile.kinds)) / rates.pairs
-    layers = 0.0
-    for kind in profile.kinds:
-        once = sum(
-            (2 + profile.learns[kind.leaves[one.leaf]]) * one.flops for one in kind.traced.maps
-        )
-        layers += kind.calls * min(
-            (once + sum(kind.traced.maps[at].flops for at in again)) / rates.matmuls
-            + _passes(kind, names) * pairs
-            for names, (again, _) in kind.traced.again.items()
-        )
+    each = [set(kind.traced.again) for kind in profile.kinds]
+    found = []
+    for names in set.intersection(*each) if each else ():
+        kept = seconds = 0.0
+        for kind in profile.kinds:
+            again, _ = kind.traced.again[names]
+            maps = kind.traced.maps
+            once = sum((2 + profile.learns[kind.leaves[one.leaf]]) * one.flops for one in maps)
+            flops = once + sum(maps[at].flops for at in again)
+            seconds += kind.calls * (flops / rates.matmuls + _passes(kind, names) * pairs)
+            stays = (a.bytes for a in kind.traced.kept if a.name == "input" or a.name in names)
+            kept += kind.calls * sum(stays, 0.0)
+        found.append((float(kept), float(rows * seconds)))
     ends = profile.ends_passes * profile.ends_flops / rates.matmuls
-    return float(rows * layers), float(rows * ends)
+    return _hull(found), float(rows * ends)
+
+
+def _hull(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Points that no mixture of two others is below, from the first to the lowest."""
+    hull: list[tuple[float, float]] = []
+    for x, y in sorted(points):
+        if hull and y >= hull[-1][1]:
+            continue
+        while len(hull) > 1:
+            (x0, y0), (x1, y1) = hull[-2:]
+            if (y1 - y0) * (x - x0) < (y - y0) * (x1 - x0):
+                break
+            hull.pop()
+        hull.append((x, y))
+    return hull
 
 
 def _passes(kind: LayerKind, names: frozenset[str]) -> float:
