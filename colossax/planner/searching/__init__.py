@@ -1,6 +1,7 @@
 """The fastest plan that fits: every mesh scored by formula, the best of them compiled."""
 
 from .asked import Asked as Asked
+from .calibrated import calibrated_by as calibrated_by
 from .meshes import AXES as AXES
 from .own import plan as plan
 from .pins import asked_of as asked_of

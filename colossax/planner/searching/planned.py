@@ -1,7 +1,9 @@
 """The best plans of a run on a target: searched by formula, compiled, in their true order."""
 
 import dataclasses
+import functools
 import os
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from colossax.aot import Target, target_devices
@@ -12,6 +14,7 @@ from colossax.planner.counting.compiled import check_cudnn, check_shapes
 from colossax.planner.counting.islands import check_one_island
 from colossax.planner.profiling import ModelProfile, profile_task
 from colossax.planner.searching.asked import NOTHING_ASKED, Asked
+from colossax.planner.searching.calibrated import Calibrated, ratio
 from colossax.planner.searching.search import (
     Candidate,
     Found,
@@ -19,7 +22,7 @@ from colossax.planner.searching.search import (
     search,
     told,
 )
-from colossax.planner.searching.seconds import Seconds
+from colossax.planner.searching.seconds import Rates, Seconds
 from colossax.planner.searching.smallest import smallest_gb, smallest_target
 from colossax.planner.searching.verifying import (
     Compiled,
@@ -96,12 +99,14 @@ class Answer:
         scored: How many were scored by formula.
         compiled: How many programs were compiled, those of earlier searches left out.
         room: Bytes of a device that a plan might take.
+        rates: What was measured of what seconds are counted by; empty where nothing was.
     """
 
     plans: tuple[Planned, ...]
     scored: int
     compiled: int
     room: float
+    rates: str = ""
 
     @property
     def best(self) -> Plan:
@@ -119,6 +124,7 @@ def plan_run(
     verify: bool = True,
     device_gb: float | None = None,
     processes: int | None = None,
+    rates: Calibrated | None = None,
     tell: Tell = lambda _: None,
 ) -> Answer:
     """The fastest plans that fit a target.
@@ -136,6 +142,7 @@ def plan_run(
         verify: Whether they are compiled; else formulas alone speak.
         device_gb: Budget of a device in 1e9 bytes; default what a step may take of its memory.
         processes: That compile at once; default the processors here.
+        rates: That were measured; default what is assumed of the target.
         tell: Called with lines of progress.
 
     Raises:
@@ -152,7 +159,12 @@ def plan_run(
         check_cudnn(plan, target)
     profile = profile_task(subject.task, plan, target)
     asked.check(profile)
-    found = search(profile, plan, target, room=room, asked=asked, count=_TRIED * top)
+    known = None if rates is None else rates.rates
+    measured = "" if rates is None else rates.line
+    searched = functools.partial(
+        search, profile, plan, target, room=room, count=_TRIED * top, rates=known
+    )
+    found = searched(asked=asked)
     tell(
         f"{found.scored} plans on {target.size} x {target.gpu.name} scored, those that might be"
         f" fastest; {len(found.candidates)} meshes fit"
@@ -171,9 +183,9 @@ def plan_run(
             Planned(candidate=one, seconds=one.predicted.seconds, found=None)
             for one in found.candidates[:top]
         ]
-        return _answer(plans, found, 0, room)
+        return _answer(plans, found, 0, room, measured)
     workers = processes or min(os.cpu_count() or 1, 8)
-    proving = _Proving(subject, profile, target, room, workers, tell)
+    proving = _Proving(subject, profile, target, room, workers, tell, known)
     waiting = list(found.candidates)
     least = found.smallest
     if not waiting and least is not None and least.predicted.bytes.total < _NEAR * room:
@@ -184,14 +196,14 @@ def plan_run(
         waiting = waiting[count:]
         if proving.unstaged and MeshAxis.STAGE not in asked.pinned:
             asked = asked.without(MeshAxis.STAGE)
-            found = search(profile, plan, target, room=room, asked=asked, count=_TRIED * top)
+            found = searched(asked=asked)
             waiting = [one for one in found.candidates if one.plan not in proving.seen]
     if waiting and proving.compiled and not proving.proved:  # that which needs least has its turn
         proving.take([min(waiting, key=lambda one: one.predicted.bytes.total)])
     if not proving.proved:
         raise PlanError(_nothing(found, room, target, proving) + enough())
     plans = sorted(proving.proved, key=lambda one: one.seconds.total)
-    return _answer(plans, found, proving.compiled, room)
+    return _answer(plans, found, proving.compiled, room, measured)
 
 
 def _check_searched(plan: Plan) -> None:
@@ -220,8 +232,10 @@ class _Proving:
         room: float,
         workers: int,
         tell: Tell,
+        rates: Rates | None = None,
     ):
         self._subject, self._profile, self._target = subject, profile, target
+        self._rates = rates
         self._room, self._workers, self._tell = room, workers, tell
         self.proved: list[Planned] = []
         self.compiled = self.tried = 0
@@ -277,8 +291,14 @@ class _Proving:
         )
         if total > self._room:
             return None
-        seconds = true_seconds(one.predicted.seconds, found)
+        seconds = true_seconds(one.predicted.seconds, found, self._slower(one.plan))
         return Planned(candidate=one, seconds=seconds, found=found)
+
+    def _slower(self, plan: Plan) -> Callable[[Mapping[str, Any]], float]:
+        if self._rates is None:
+            return lambda _: 1.0
+        sizes = plan.mesh_sizes(self._target.size)
+        return functools.partial(ratio, sizes=sizes, target=self._target, rates=self._rates)
 
     def _again(self, one: Candidate, found: Compiled) -> Candidate | None:
         """The same mesh by what its program said; None where that changes nothing."""
@@ -286,7 +306,8 @@ class _Proving:
         left = self._room - found["device_bytes"]["total"]
         if 0 <= left < _WORTH * self._room:
             return None
-        changed = again(self._profile, one, self._target, room=self._room - off)
+        room = self._room - off
+        changed = again(self._profile, one, self._target, room=room, rates=self._rates)
         return None if changed is None or changed.plan == one.plan else changed
 
 
@@ -320,12 +341,14 @@ def _enough(found: Found, room: float, target: Target, larger: Target | None) ->
     return f"{none}; give {', '.join(ways[:-1])} or {ways[-1]}"
 
 
-def _answer(plans: list[Planned], found: Found, count: int, room: float) -> Answer:
+def _answer(plans: list[Planned], found: Found, count: int, room: float, rates: str) -> Answer:
     plans_told = [
         one if at == 0 else dataclasses.replace(one, why_not_first=_why(one, plans[0]))
         for at, one in enumerate(plans)
     ]
-    return Answer(plans=tuple(plans_told), scored=found.scored, compiled=count, room=room)
+    return Answer(
+        plans=tuple(plans_told), scored=found.scored, compiled=count, room=room, rates=rates
+    )
 
 
 def _why(one: Planned, first: Planned) -> str:

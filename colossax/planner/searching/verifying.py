@@ -119,18 +119,27 @@ def _apart(config: TrainConfig, target: Target) -> Compiled:
     return {"refused": said or f"compiling ended with {done.returncode}: {last}"}
 
 
-def true_seconds(predicted: Seconds, found: Compiled) -> Seconds:
+def true_seconds(
+    predicted: Seconds,
+    found: Compiled,
+    slower: Callable[[Mapping[str, Any]], float] = lambda _: 1.0,
+) -> Seconds:
     """Seconds with collectives as they are in the compiled program.
 
     What has compute beside it there may be hidden, all else is waited for. Compute stays as it was
     predicted, for what is compiled without a device is not tuned.
+
+    Args:
+        predicted: By formula.
+        found: What the program said.
+        slower: By how much a collective takes longer than by data sheets, where it was measured.
     """
-    collectives = found["collectives"]
-    exposed = sum((one["exposed_s"] for one in collectives), 0.0)
+    collectives = [(one, slower(one)) for one in found["collectives"]]
+    exposed = sum((times * one["exposed_s"] for one, times in collectives), 0.0)
     return dataclasses.replace(
         predicted,
         waited=exposed,
-        beside=sum((one["seconds"] for one in collectives), 0.0) - exposed,
+        beside=sum((times * one["seconds"] for one, times in collectives), 0.0) - exposed,
     )
 
 

@@ -21,6 +21,7 @@ def describe_plans(title: str, answer: Answer, out: str | None) -> str:
         f" {_time(seconds.beside)} beside them ({_time(seconds.exposed)} of which stick out)",
         _memory(first, answer.room),
     ]
+    rows += [answer.rates] if answer.rates else []
     if len(answer.plans) > 1:
         rows.append("")
         rows += _table(answer)
