@@ -11,10 +11,10 @@ from colossax.aot.targets import MAX_DEVICES
 from colossax.config import MeshAxis, OffloadConfig, Plan, to_json
 from colossax.errors import PlanError
 from colossax.planner.counting.compiled import check_cudnn, check_shapes
-from colossax.planner.counting.islands import check_one_island
 from colossax.planner.profiling import ModelProfile, profile_task
 from colossax.planner.searching.asked import NOTHING_ASKED, Asked
 from colossax.planner.searching.calibrated import Calibrated, ratio
+from colossax.planner.searching.island_layouts import IslandCandidate
 from colossax.planner.searching.search import (
     Candidate,
     Found,
@@ -55,7 +55,7 @@ class Planned:
         why_not_first: Against the first; empty for that.
     """
 
-    candidate: Candidate
+    candidate: Candidate | IslandCandidate
     seconds: Seconds
     found: Compiled | None
     why_not_first: str = ""
@@ -136,7 +136,7 @@ def plan_run(
     Args:
         subject: What is trained; its global batch and length of rows stay.
         plan: Precision, kernels and all that is not searched.
-        target: Of one island.
+        target: Of one island, or of several, which stages alone cross.
         asked: What is given or ruled out.
         top: How many to name.
         verify: Whether they are compiled; else formulas alone speak.
@@ -146,13 +146,18 @@ def plan_run(
         tell: Called with lines of progress.
 
     Raises:
-        PlanError: Nothing fits, with what needs least; no mesh divides the model and its batch; the
-            target is made of islands; the plan has what is not searched and would be lost.
+        PlanError: Nothing fits, with what needs least; no mesh divides the model and its batch; on
+            several islands layers are not of one kind; the plan has what is not searched and would
+            be lost.
         InputError: Nothing can be compiled here; what is asked for names no dim.
     """
-    check_one_island(target, "plan")
     check_shapes(subject.task)
     _check_searched(plan)
+    if target.mixed:
+        from colossax.planner.searching.islands_planned import plan_islands
+
+        given = {"verify": verify, "device_gb": device_gb, "processes": processes, "tell": tell}
+        return plan_islands(subject, plan, target, asked=asked, top=top, **given)
     room = room_of(target, device_gb)
     if verify:
         target_devices(target)  # refused at once where nothing can be compiled
@@ -183,7 +188,7 @@ def plan_run(
             Planned(candidate=one, seconds=one.predicted.seconds, found=None)
             for one in found.candidates[:top]
         ]
-        return _answer(plans, found, 0, room, measured)
+        return answer_of(plans, found.scored, 0, room, measured)
     workers = processes or min(os.cpu_count() or 1, 8)
     proving = _Proving(subject, profile, target, room, workers, tell, known)
     waiting = list(found.candidates)
@@ -203,7 +208,7 @@ def plan_run(
     if not proving.proved:
         raise PlanError(_nothing(found, room, target, proving) + enough())
     plans = sorted(proving.proved, key=lambda one: one.seconds.total)
-    return _answer(plans, found, proving.compiled, room, measured)
+    return answer_of(plans, found.scored, proving.compiled, room, measured)
 
 
 def _check_searched(plan: Plan) -> None:
@@ -341,14 +346,13 @@ def _enough(found: Found, room: float, target: Target, larger: Target | None) ->
     return f"{none}; give {', '.join(ways[:-1])} or {ways[-1]}"
 
 
-def _answer(plans: list[Planned], found: Found, count: int, room: float, rates: str) -> Answer:
+def answer_of(plans: list[Planned], scored: int, count: int, room: float, rates: str) -> Answer:
+    """Plans, the fastest first, with what makes the others slower; see `Answer`."""
     plans_told = [
         one if at == 0 else dataclasses.replace(one, why_not_first=_why(one, plans[0]))
         for at, one in enumerate(plans)
     ]
-    return Answer(
-        plans=tuple(plans_told), scored=found.scored, compiled=count, room=room, rates=rates
-    )
+    return Answer(plans=tuple(plans_told), scored=scored, compiled=count, room=room, rates=rates)
 
 
 def _why(one: Planned, first: Planned) -> str:

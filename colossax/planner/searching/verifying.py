@@ -108,7 +108,9 @@ def _apart(config: TrainConfig, target: Target) -> Compiled:
         path = Path(folder) / "run.json"
         path.write_text(json.dumps(train_config_to_json(config)), "utf-8")
         words = ["inspect", "--config", str(path), "--target", target.name, "--json"]
-        words += ["--network", target.network.name] if not target.mixed else []
+        words += ["--between", target.between.name]
+        for network in {each.network.name for each in target.islands if not each.named}:
+            words += ["--network", network]
         done = subprocess.run(
             [sys.executable, "-m", "colossax", *words], capture_output=True, text=True
         )
