@@ -24,6 +24,8 @@ class IslandPrediction:
         bytes: Of a device of the stage with least room left.
         stages: Bytes of a device of each stage.
         seconds: Of a step.
+        stage_s: Of a microbatch on each stage, forward and backward.
+        hop_s: Of what goes from stage to stage, where that takes longest.
         even_s: Where layers were shared evenly; infinite where those would not fit.
         microbatches: A step.
     """
@@ -31,6 +33,8 @@ class IslandPrediction:
     bytes: Bytes
     stages: tuple[float, ...]
     seconds: Seconds
+    stage_s: tuple[float, ...]
+    hop_s: float
     even_s: float
     microbatches: int
 
@@ -142,8 +146,8 @@ class Layout:
         rows: int,
     ) -> IslandPrediction:
         layers, microbatches = sum(cuts), self.each[0].rows // rows
-        pairs = zip(costs, cuts, strict=True)
-        total = step_seconds([one.seconds(n) for one, n in pairs], hops, microbatches)
+        stage_s = [one.seconds(n) for one, n in zip(costs, cuts, strict=True)]
+        total = step_seconds(stage_s, hops, microbatches)
         update = max(
             self.each[island].update_s(n / layers, microbatches)
             for island, n in zip(self.order, cuts, strict=True)
@@ -158,6 +162,8 @@ class Layout:
             seconds=Seconds(
                 compute=compute, waited=max(0.0, total - compute), beside=0.0, memory=update
             ),
+            stage_s=tuple(stage_s),
+            hop_s=max(hops, default=0.0),
             even_s=even_s,
             microbatches=microbatches,
         )
