@@ -211,6 +211,7 @@ FILES_FOR_THE_COMMAND_LINE = {
     "colossax.planner.auto",
     "colossax.planner.counting.inspection_plot",
     "colossax.planner.telling.plan_plot",
+    "colossax.planner.deciding.calibrating",
     "colossax.planner.deciding.measuring",
     "colossax.serve.measuring",
 }

@@ -26,7 +26,9 @@ from colossax.pipeline.measured import (
     save_layer_times,
     save_link_times,
 )
+from colossax.planner.deciding.calibrating import measure_rates
 from colossax.planner.deciding.measuring import activation, measure_layer, measure_links
+from colossax.planner.telling import rate_lines
 from colossax.recipes import any_recipe
 from colossax.tasks import Task, TrainConfig, task_of
 
@@ -150,6 +152,7 @@ def _links(
         for pair, seconds in measure_links(sent, devices, EFFORT).items()
     ]
     kinds = dict.fromkeys(_sorted(row) for row in rows)
+    rates = measure_rates(sent, plan.precision.compute, devices, EFFORT)
     times = [
         LinkTimes(
             recipe=name,
@@ -161,6 +164,7 @@ def _links(
                 for row in rows
                 if _sorted(row) == both
             ),
+            **rates,
             **_circumstances(devices),
         )
         for both in kinds
@@ -168,7 +172,8 @@ def _links(
     _check_out(out, len(times))
     files = [str(save_link_times(one, out)) for one in times]
     facts = {"pairs": _plain(rows), "links": _plain(times), "files": files}
-    return facts, list(_link_table(name, size, rows, files))
+    table = [*_link_table(name, size, rows), *rate_lines(**rates)]
+    return facts, [*table, *(f"written to {file}" for file in files)]
 
 
 def _sorted(row: _Link) -> tuple[str, str]:
@@ -176,7 +181,7 @@ def _sorted(row: _Link) -> tuple[str, str]:
     return one, other
 
 
-def _circumstances(devices: Sequence[jax.Device]) -> dict[str, str]:
+def _circumstances(devices: Sequence[jax.Device]) -> dict[str, Any]:
     return {
         "platform": devices[0].platform,
         "jax": jax.__version__,
@@ -221,7 +226,7 @@ def _stage_table(
     yield from (f"written to {file}" for file in files)
 
 
-def _link_table(name: str, size: int, rows: Sequence[_Link], files: Sequence[str]) -> Iterator[str]:
+def _link_table(name: str, size: int, rows: Sequence[_Link]) -> Iterator[str]:
     yield (
         f"activations between layers of {name}, {size / 2**20:.3g} MiB, from each device to the"
         f" next; JAX {jax.__version__}"
@@ -235,4 +240,3 @@ def _link_table(name: str, size: int, rows: Sequence[_Link], files: Sequence[str
             f"{row.spread * 100:.0f}",
             f"{row.bytes_per_s / 1e9:.3g}",
         )
-    yield from (f"written to {file}" for file in files)

@@ -7,6 +7,7 @@ from colossax.cli.output import tell
 from colossax.cli.overrides import Override, apply_overrides
 from colossax.config import Plan
 from colossax.errors import InputError
+from colossax.pipeline.measured import load_link_times
 from colossax.planner.auto import find_plan
 from colossax.planner.searching import Subject
 from colossax.recipes import OwnTask
@@ -30,6 +31,7 @@ def plan_found(
     target: Target,
     *,
     memory: int | None = None,
+    device_kind: str | None = None,
     fresh: bool = False,
 ) -> Plan:
     """The fastest plan for a run on a target, values of `--plan.*` over it; see `find_plan`.
@@ -39,10 +41,11 @@ def plan_found(
         overrides: By which it was.
         target: Where it is to run.
         memory: See `find_plan`.
+        device_kind: Of the devices that are there, whose links count where they were measured.
         fresh: Whether all is compiled anew.
 
     Raises:
-        InputError: A preset is given too, or no plan fits.
+        InputError: A preset is given too, no plan fits, or what was measured is damaged.
     """
     names = [name for name, _ in overrides]
     if "plan.preset" in names:
@@ -64,6 +67,10 @@ def plan_found(
             plan = plan.replace(batch=dataclasses.replace(plan.batch, microbatch=None))
         return apply_overrides(dataclasses.replace(base, plan=plan), values).plan
 
+    measured = None
+    if device_kind is not None:
+        name = run.recipe if isinstance(run, TrainConfig) else run.name
+        measured = load_link_times(device_kind, device_kind, name)
     return find_plan(
         subject,
         base.plan,
@@ -71,5 +78,6 @@ def plan_found(
         mesh_given="plan.mesh" in names,
         over=over,
         memory=memory,
+        measured=measured,
         tell=lambda line: tell(f"{line}\n"),
     )

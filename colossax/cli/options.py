@@ -190,6 +190,11 @@ def _plan(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="name plans by formula alone, which may err by some percent of the memory",
     )
+    parser.add_argument(
+        "--rates",
+        metavar="FILE",
+        help="seconds by what colossax bench links wrote here, of such GPUs; else by data sheets",
+    )
     keeping(parser)
     parser.add_argument("--out", metavar="FILE", help="write the first plan here, for --plan FILE")
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")

@@ -11,7 +11,7 @@ from colossax.cli.overrides import Override, apply_overrides
 from colossax.cli.recipes import run_as_asked
 from colossax.config import user_path
 from colossax.errors import InputError
-from colossax.planner.searching import Answer, Subject, asked_of, plan_run
+from colossax.planner.searching import Answer, Subject, asked_of, calibrated_by, plan_run
 from colossax.planner.telling import describe_plans
 from colossax.recipes import any_recipe, recipe_from_file
 from colossax.tasks import TrainConfig
@@ -32,10 +32,12 @@ def run(_verb: str, args: argparse.Namespace, overrides: list[Override]) -> int:
         verify=not args.no_compile,
         device_gb=args.device_gb,
         host_gb=args.host_gb,
+        rates=calibrated_by(args.rates, target, plan),
         tell=lambda line: tell(f"{line}\n"),
     )
     if args.json:
         facts = {"recipe": name, "target": target.name, "scored": answer.scored}
+        facts |= {"rates": answer.rates} if answer.rates else {}
         put(json.dumps({**facts, "plans": [one.to_json() for one in answer.plans]}) + "\n")
     else:
         put(describe_plans(f"{name} on {target.name}", answer, args.out))

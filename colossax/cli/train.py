@@ -218,8 +218,9 @@ def _planned(
     def find() -> str:
         devices = choose_devices(args.devices)
         memory = device_memory(devices, None)
-        target, fresh = target_here(devices), args.no_cache
-        return plan_found(config, overrides, target, memory=memory, fresh=fresh).to_json()
+        target, kind = target_here(devices), devices[0].device_kind
+        given = {"memory": memory, "device_kind": kind, "fresh": args.no_cache}
+        return plan_found(config, overrides, target, **given).to_json()
 
     return with_plan(config, Plan.from_json(group.from_first(find)))
 

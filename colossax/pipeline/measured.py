@@ -64,6 +64,39 @@ class LayerTimes:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class CollectiveRate:
+    """A kind of collective among all devices, as if around a ring: `(n - 1)` times the latency, and
+    what a device sends at the rate.
+
+    Attributes:
+        kind: As XLA calls it.
+        devices: Of the ring.
+        latency_s: Of a hop.
+        bytes_per_s: That a device sends.
+    """
+
+    kind: str
+    devices: Natural
+    latency_s: NotNegative
+    bytes_per_s: Positive
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeviceRates:
+    """What a device does by itself.
+
+    Attributes:
+        dtype: Of both factors of the matmul: a microbatch's activations, and four times as wide.
+        flops_per_s: Of that.
+        bytes_per_s: Read and written by a copy.
+    """
+
+    dtype: str
+    flops_per_s: Positive
+    bytes_per_s: Positive
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class LinkTimes:
     """What it takes to hand a microbatch's activations from a device to its neighbour.
 
@@ -76,6 +109,8 @@ class LinkTimes:
         jax: Version it was measured with.
         colossax: Likewise.
         pairs: Of one transfer, of each pair of neighbours of these kinds.
+        collectives: Among all devices, where they are of one kind.
+        device: What one of them does by itself; None where it was not measured.
     """
 
     recipe: str
@@ -86,9 +121,15 @@ class LinkTimes:
     jax: str
     colossax: str
     pairs: tuple[PairTime, ...]
+    collectives: tuple[CollectiveRate, ...] = ()
+    device: DeviceRates | None = None
 
     def __post_init__(self):
         _check(self, self.pairs, "links", "pairs")
+        for number, one in enumerate(self.collectives):
+            check_types(one, f"links.collectives[{number}]")
+        if self.device is not None:
+            check_types(self.device, "links.device")
 
     @property
     def link(self) -> Link:
@@ -134,6 +175,11 @@ def load_layer_times(device_kind: str, recipe: str) -> LayerTimes | None:
     """
     path = layer_times_path(device_kind, recipe)
     return read_measured(LayerTimes, path, "stages", f"colossax bench stages {recipe}")
+
+
+def read_link_times(path: Path) -> LinkTimes | None:
+    """What a file of `bench links` holds, None where there is none; see `load_layer_times`."""
+    return read_measured(LinkTimes, path, "links", "colossax bench links RECIPE")
 
 
 def load_link_times(kind: str, other: str, recipe: str) -> LinkTimes | None:

@@ -11,8 +11,10 @@ from colossax.aot import Target, gpu_keys, parse_target
 from colossax.config import MESH_AXES, Plan
 from colossax.errors import InputError, PlanError
 from colossax.offload.limits import device_budget, host_budget
+from colossax.pipeline.measured import LinkTimes
 from colossax.planner.searching import AXES, Answer, Asked, Subject, plan_run
 from colossax.planner.searching.asked import NOTHING_ASKED
+from colossax.planner.searching.calibrated import calibrated, is_called
 from colossax.planner.searching.verifying import Tell, compiled
 from colossax.planner.telling.plans import found_words
 
@@ -42,7 +44,7 @@ def target_here(devices: Sequence[Any]) -> Target:
             f"--plan auto: there are {len(devices)} {devices[0].platform} devices, for which"
             f" nothing can be compiled ahead and whose speed is not known{remedy}"
         )
-    found = [key for key in gpu_keys() if _is_called(parse_target(f"{key}:1x1").gpu.name, kinds[0])]
+    found = [key for key in gpu_keys() if is_called(parse_target(f"{key}:1x1").gpu.name, kinds[0])]
     if len(kinds) > 1 or not found:
         raise InputError(
             f"--plan auto: the devices are {' and '.join(kinds)}, and plans are found for GPUs of"
@@ -58,11 +60,6 @@ def target_here(devices: Sequence[Any]) -> Target:
     return parse_target(f"{found[0]}:{len(set(nodes))}x{counts.pop()}")
 
 
-def _is_called(name: str, kind: str) -> bool:
-    """Whether a driver's name for a GPU is that of a data sheet, which may say more behind it."""
-    return name == kind or name.startswith(f"{kind} ")
-
-
 def find_plan(
     subject: Subject,
     plan: Plan,
@@ -71,6 +68,7 @@ def find_plan(
     mesh_given: bool = False,
     over: Callable[[Plan], Plan] = lambda plan: plan,
     memory: int | None = None,
+    measured: LinkTimes | None = None,
     tell: Tell = lambda _: None,
 ) -> Plan:
     """The fastest plan that fits a target, with what is given by hand over it.
@@ -85,6 +83,7 @@ def find_plan(
         over: Puts what is given by hand over the plan that was found. Where that changes it, the
             changed plan is compiled too.
         memory: Bytes that can be allocated on a device, where it is there to be asked.
+        measured: Links and rates of such devices, where they were measured.
         tell: Called with lines of progress, and with the plan in words.
 
     Raises:
@@ -94,6 +93,10 @@ def find_plan(
     budgets = {"auto": False, "device_gb": None, "host_gb": None}
     offload = dataclasses.replace(plan.offload, **budgets)
     known = target.gpu.memory_bytes if memory is None else min(memory, target.gpu.memory_bytes)
+    rates = None
+    if measured is not None:
+        rates = calibrated(measured, target, plan, "plan auto, rates as bench links has them")
+        tell(rates.line)
     answer = plan_run(
         subject,
         plan.replace(offload=offload),
@@ -101,6 +104,7 @@ def find_plan(
         asked=_pinned(plan, target) if mesh_given else NOTHING_ASKED,
         device_gb=device_budget(plan.offload.device_gb, known) / 1e9,
         host_gb=_host_gb(plan, target, there=memory is not None),
+        rates=rates,
         tell=tell,
     )
     tell(f"plan auto, {target.name}: {found_words(answer)}")

@@ -14,7 +14,7 @@ from colossax.aot import parse_target
 from colossax.config import BatchConfig, LossConfig, Plan, Segment, preset
 from colossax.planner import inspect_task
 from colossax.planner.profiling import profile_task
-from colossax.planner.searching import Subject, plan_run, predict
+from colossax.planner.searching import Subject, asked_of, plan_run, predict
 from colossax.recipes import recipe
 from colossax.tasks import task_of
 
@@ -156,3 +156,21 @@ def test_a_plain_model_is_planned_within_its_budget_and_compiled_once(tmp_path, 
     again = answer()
     assert again.compiled == 0 < first.compiled
     assert again.best == first.best
+
+
+@pytest.mark.timeout(900)
+def test_a_plan_for_two_kinds_of_nodes_is_compiled_for_both(tmp_path, monkeypatch):
+    """Each stage's programs for its own GPUs, each held against its own room."""
+    monkeypatch.setenv("COLOSSAX_CACHE", str(tmp_path))
+    config, target = recipe("llama_tiny"), parse_target("h100:1x2+a100:1x2")
+    asked = asked_of(["stage=2", "fsdp=2"], [])
+    given = {"asked": asked, "top": 1, "processes": 1}
+    (one,) = plan_run(Subject.of(config), config.plan, target, **given).plans
+    assert one.found is not None and one.total_bytes == one.found["device_bytes"]["total"]
+    found = inspect_task(task_of(config.replace(plan=one.plan)), one.plan, target)
+    assert found.memory.total_bytes == one.total_bytes
+    assert sum(one.plan.pipeline.cuts) == 4
+    # A budget that formulas would fill and programs exceed is not filled.
+    tight = 1.02 * one.total_bytes / 1e9
+    for fit in plan_run(Subject.of(config), config.plan, target, device_gb=tight, **given).plans:
+        assert all(stage["device_bytes"] <= tight * 1e9 for stage in fit.found["stages"])

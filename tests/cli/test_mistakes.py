@@ -30,7 +30,11 @@ TABLE = {
     "plan lama_tiny": ["'llama_tiny'"],
     "plan llama_tiny --target h100": ["target 'h100'", "such as h100:1x8"],
     "plan llama_tiny --target h101:1x8": ["no GPU is called 'h101'", "'h100'"],
-    "plan llama_tiny --target h100:1x8+a100:1x8": ["is made of islands", "--target h100:1x8"],
+    "plan llama_tiny --target h100:1x8+a100:1x8 --no-compile --pin stage=1": [
+        "is made of 2 islands, which stages alone may cross",
+        "--target h100:1x8",
+    ],
+    "plan llama_tiny --target h100:1x8 --no-compile --rates none.json": ["no such file", "--out"],
     "plan llama_tiny --top 0": ["--top", "found 0"],
     "plan llama_tiny --pin tensor": ["--pin: found 'tensor'", "tensor=4"],
     "plan llama_tiny --pin tensor=x": ["--pin tensor: found 'x'", "1 or more"],

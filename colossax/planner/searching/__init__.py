@@ -2,6 +2,7 @@
 
 from .asked import Asked as Asked
 from .by_hand import predict as predict
+from .calibrated import calibrated_by as calibrated_by
 from .meshes import AXES as AXES
 from .own import plan as plan
 from .pins import asked_of as asked_of

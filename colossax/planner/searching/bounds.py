@@ -85,13 +85,14 @@ class Bounds:
         widths = (info.shape[info.dims.index("embed")] for _, info in dense)
         self._embed = functools.reduce(math.gcd, widths, 0)
         self._rates, kinds = rates, list(rates.kinds.values())
+        inside = [*kinds, *rates.within.values()]
         self._within, self._between = (
             Link(
                 name="bound",
-                latency_s=min(each.latency_s for each in (link, *kinds)),
-                bytes_per_s=max(each.bytes_per_s for each in (link, *kinds)),
+                latency_s=min(each.latency_s for each in links),
+                bytes_per_s=max(each.bytes_per_s for each in links),
             )
-            for link in (rates.node, rates.network)
+            for links in ([rates.node, *inside], [rates.network, *kinds])
         )
         self._wide = np.dtype(plan.precision.compute).itemsize
         reduced = (plan.precision.reduction or plan.precision.compute, plan.precision.accumulation)

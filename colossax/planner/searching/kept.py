@@ -63,13 +63,14 @@ def entry_of(task: Task, config: TrainConfig | None, plan: Plan, target: Target)
     Cost: of a run of the library none, but for the first call, which reads the library's source;
     else the step is traced.
     """
+    networks = [island.network.name for island in target.islands]
     ours = config is not None and type(config.model).__module__.startswith("colossax.")
     facts = {
         "run": train_config_to_json(config.replace(plan=plan)) if ours else None,
         "program": None if ours else _program(task, plan, target),
         "batch": {name: [list(x.shape), str(x.dtype)] for name, x in task.shapes.items()},
         "plan": to_json(plan),
-        "target": [target.name, target.network.name, target.between.name],
+        "target": [target.name, *networks, target.between.name],
         "source": _source(),
         "versions": [FORMAT, *map(_version, _COMPILERS)],
         "cudnn": cudnn_installed(),

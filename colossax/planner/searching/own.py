@@ -1,6 +1,7 @@
 """`plan`: the fastest plan for a user's own parts."""
 
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ from colossax.errors import InputError
 from colossax.nn import GivenDims, MakeModels
 from colossax.optim import Optimizer
 from colossax.planner.arguments import as_plan, check_arguments, step_options
+from colossax.planner.searching.calibrated import calibrated_by
 from colossax.planner.searching.pins import asked_of
 from colossax.planner.searching.planned import Answer, plan_run
 from colossax.planner.searching.verifying import Subject, Tell
@@ -33,6 +35,7 @@ def plan(
     device_gb: float | None = None,
     host_gb: float | None = None,
     dims: GivenDims | None = None,
+    rates: str | Path | None = None,
     fresh: bool = False,
     tell: Tell = lambda _: None,
     **options: Any,
@@ -60,6 +63,7 @@ def plan(
         device_gb: Budget of a device in 1e9 bytes; default what a step may take of its memory.
         host_gb: Likewise of the host for each device, where layers' arrays may live there.
         dims: See `boost`.
+        rates: A file that `colossax bench links` wrote on such GPUs; else data sheets count.
         fresh: Compile what an earlier search compiled too, and keep nothing.
         tell: Called with lines of progress.
         **options: Fields of `StepOptions`, but for `shapes` and `disk`.
@@ -91,15 +95,18 @@ def plan(
         options=step_options(options, "plan"),
         dims=dims,
     )
+    planned = Plan() if given is None else as_plan(given, "plan")
+    where = parse_target(target) if isinstance(target, str) else target
     return plan_run(
         Subject(task=task, fresh=fresh),
-        Plan() if given is None else as_plan(given, "plan"),
-        parse_target(target) if isinstance(target, str) else target,
+        planned,
+        where,
         asked=asked_of(pins, forbidden),
         top=top,
         verify=verify,
         device_gb=device_gb,
         host_gb=host_gb,
+        rates=calibrated_by(rates, where, planned, "plan: rates"),
         tell=tell,
     )
 

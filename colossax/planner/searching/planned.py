@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 import os
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from colossax.aot import Target, target_devices
@@ -11,10 +12,11 @@ from colossax.aot.targets import MAX_DEVICES
 from colossax.config import MeshAxis, Plan, to_json
 from colossax.errors import PlanError
 from colossax.planner.counting.compiled import check_cudnn, check_shapes
-from colossax.planner.counting.islands import check_one_island
 from colossax.planner.profiling import ModelProfile, profile_task
 from colossax.planner.searching.asked import NOTHING_ASKED, Asked
+from colossax.planner.searching.calibrated import Calibrated, ratio
 from colossax.planner.searching.hosted import check_host, host_of
+from colossax.planner.searching.island_layouts import IslandCandidate
 from colossax.planner.searching.search import (
     Candidate,
     Found,
@@ -22,7 +24,7 @@ from colossax.planner.searching.search import (
     search,
     told,
 )
-from colossax.planner.searching.seconds import Seconds
+from colossax.planner.searching.seconds import Rates, Seconds
 from colossax.planner.searching.smallest import smallest_gb, smallest_host, smallest_target
 from colossax.planner.searching.verifying import (
     Compiled,
@@ -55,7 +57,7 @@ class Planned:
         why_not_first: Against the first; empty for that.
     """
 
-    candidate: Candidate
+    candidate: Candidate | IslandCandidate
     seconds: Seconds
     found: Compiled | None
     why_not_first: str = ""
@@ -107,12 +109,14 @@ class Answer:
         scored: How many were scored by formula.
         compiled: How many programs were compiled, those of earlier searches left out.
         room: Bytes of a device that a plan might take.
+        rates: What was measured of what seconds are counted by; empty where nothing was.
     """
 
     plans: tuple[Planned, ...]
     scored: int
     compiled: int
     room: float
+    rates: str = ""
 
     @property
     def best(self) -> Plan:
@@ -131,6 +135,7 @@ def plan_run(
     device_gb: float | None = None,
     host_gb: float | None = None,
     processes: int | None = None,
+    rates: Calibrated | None = None,
     tell: Tell = lambda _: None,
 ) -> Answer:
     """The fastest plans that fit a target.
@@ -142,7 +147,7 @@ def plan_run(
     Args:
         subject: What is trained; its global batch and length of rows stay.
         plan: Precision, kernels and all that is not searched.
-        target: Of one island.
+        target: Of one island, or of several, which stages alone cross.
         asked: What is given or ruled out.
         top: How many to name.
         verify: Whether they are compiled; else formulas alone speak.
@@ -150,17 +155,27 @@ def plan_run(
         host_gb: Likewise of the host for each device, where layers' arrays may live there; default
             none of it.
         processes: That compile at once; default the processors here.
+        rates: That were measured; default what is assumed of the target.
         tell: Called with lines of progress.
 
     Raises:
-        PlanError: Nothing fits, with what needs least; no mesh divides the model and its batch; the
-            target is made of islands; the plan has what is not searched and would be lost; layers'
-            arrays cannot live in host memory.
+        PlanError: Nothing fits, with what needs least; no mesh divides the model and its batch; on
+            several islands layers are not of one kind; the plan has what is not searched and would
+            be lost; layers' arrays cannot live in host memory.
         InputError: Nothing can be compiled here; what is asked for names no dim.
     """
-    check_one_island(target, "plan")
     check_shapes(subject.task)
     check_host(plan, host_gb)
+    if target.mixed:
+        from colossax.planner.searching.islands_planned import plan_islands
+
+        if host_gb is not None:
+            raise PlanError(
+                f"plan: host memory is not searched for several islands, as of {target.name}; leave"
+                " --host-gb out, or give one kind of node"
+            )
+        given = {"verify": verify, "device_gb": device_gb, "processes": processes, "tell": tell}
+        return plan_islands(subject, plan, target, asked=asked, top=top, **given)
     room = room_of(target, device_gb)
     if verify:
         target_devices(target)  # refused at once where nothing can be compiled
@@ -168,10 +183,12 @@ def plan_run(
     profile = profile_task(subject.task, plan, target)
     asked.check(profile)
     host = host_of(profile, host_gb)
-    find = functools.partial(
-        search, profile, plan, target, room=room, count=_TRIED * top, host=host
+    known = None if rates is None else rates.rates
+    measured = "" if rates is None else rates.line
+    searched = functools.partial(
+        search, profile, plan, target, room=room, count=_TRIED * top, rates=known, host=host
     )
-    found = find(asked=asked)
+    found = searched(asked=asked)
     tell(
         f"{found.scored} plans on {target.size} x {target.gpu.name} scored, those that might be"
         f" fastest; {len(found.candidates)} meshes fit"
@@ -190,9 +207,9 @@ def plan_run(
             Planned(candidate=one, seconds=one.predicted.seconds, found=None)
             for one in found.candidates[:top]
         ]
-        return _answer(plans, found, 0, room)
+        return answer_of(plans, found.scored, 0, room, measured)
     workers = processes or min(os.cpu_count() or 1, 8)
-    proving = _Proving(subject, profile, target, room, host, workers, tell)
+    proving = _Proving(subject, profile, target, room, host, workers, tell, known)
     waiting = list(found.candidates)
     least = found.smallest
     if not waiting and least is not None and least.predicted.bytes.total < _NEAR * room:
@@ -203,14 +220,14 @@ def plan_run(
         waiting = waiting[count:]
         if proving.unstaged and MeshAxis.STAGE not in asked.pinned:
             asked = asked.without(MeshAxis.STAGE)
-            found = find(asked=asked)
+            found = searched(asked=asked)
             waiting = [one for one in found.candidates if one.plan not in proving.seen]
     if waiting and proving.compiled and not proving.proved:  # that which needs least has its turn
         proving.take([min(waiting, key=lambda one: one.predicted.bytes.total)])
     if not proving.proved:
         raise PlanError(_nothing(found, room, target, proving) + enough())
     plans = sorted(proving.proved, key=lambda one: one.seconds.total)
-    return _answer(plans, found, proving.compiled, room)
+    return answer_of(plans, found.scored, proving.compiled, room, measured)
 
 
 class _Proving:
@@ -225,8 +242,10 @@ class _Proving:
         host: float | None,
         workers: int,
         tell: Tell,
+        rates: Rates | None = None,
     ):
         self._subject, self._profile, self._target = subject, profile, target
+        self._rates = rates
         self._room, self._workers, self._tell = room, workers, tell
         self._host = host
         self.proved: list[Planned] = []
@@ -285,8 +304,15 @@ class _Proving:
         )
         if not fits:
             return None
-        seconds = true_seconds(one.predicted.seconds, found, self._target)
+        slower = self._slower(one.plan)
+        seconds = true_seconds(one.predicted.seconds, found, self._target, slower)
         return Planned(candidate=one, seconds=seconds, found=found)
+
+    def _slower(self, plan: Plan) -> Callable[[Mapping[str, Any]], float]:
+        if self._rates is None:
+            return lambda _: 1.0
+        sizes = plan.mesh_sizes(self._target.size)
+        return functools.partial(ratio, sizes=sizes, target=self._target, rates=self._rates)
 
     def _again(self, one: Candidate, found: Compiled) -> Candidate | None:
         """The same mesh by what its program said; None where that changes nothing."""
@@ -294,7 +320,8 @@ class _Proving:
         left = self._room - found["device_bytes"]["total"]
         if 0 <= left < _WORTH * self._room:
             return None
-        changed = again(self._profile, one, self._target, room=self._room - off, host=self._host)
+        budgets = {"room": self._room - off, "host": self._host}
+        changed = again(self._profile, one, self._target, rates=self._rates, **budgets)
         return None if changed is None or changed.plan == one.plan else changed
 
 
@@ -332,12 +359,13 @@ def _enough(
     return f"{none}; give {', '.join(ways[:-1])} or {ways[-1]}"
 
 
-def _answer(plans: list[Planned], found: Found, count: int, room: float) -> Answer:
+def answer_of(plans: list[Planned], scored: int, count: int, room: float, rates: str) -> Answer:
+    """Plans, the fastest first, with what makes the others slower; see `Answer`."""
     plans_told = [
         one if at == 0 else dataclasses.replace(one, why_not_first=_why(one, plans[0]))
         for at, one in enumerate(plans)
     ]
-    return Answer(plans=tuple(plans_told), scored=found.scored, compiled=count, room=room)
+    return Answer(plans=tuple(plans_told), scored=scored, compiled=count, room=room, rates=rates)
 
 
 def _why(one: Planned, first: Planned) -> str:

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from colossax.aot import Target
 from colossax.config import (
@@ -311,7 +312,7 @@ def _with(plan: Plan, one: Scored) -> Plan:
         runs = one.mix[0]
     else:
         runs = [(-1, one.mix[0][0][1])]
-    segments = tuple(Segment(count=count, remat=_remat(names)) for count, names in runs)
+    segments = tuple(Segment(count=count, remat=remat_of(names)) for count, names in runs)
     plan = plan.replace(
         batch=dataclasses.replace(plan.batch, accumulation=1, microbatch=one.rows),
         segments=segments or (Segment(),),
@@ -323,11 +324,12 @@ def _with(plan: Plan, one: Scored) -> Plan:
     return plan.placed({"fused": True, **one.placed.shares})
 
 
-def _remat(names: frozenset[str]) -> str:
+def remat_of(names: frozenset[str]) -> str:
+    """What a segment with these names is called."""
     return "+".join(name for name in SAVEABLE if name in names) or "full"
 
 
-def told(one: Candidate) -> str:
+def told(one: Any) -> str:
     """Microbatches and policies of a plan, for people."""
     plan, count = one.plan, one.predicted.microbatches
     rows, staged = plan.batch.microbatch, plan.mesh.get(MeshAxis.STAGE, 1) > 1

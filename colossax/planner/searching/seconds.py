@@ -34,6 +34,7 @@ class Rates:
         node: Links within a node.
         network: Links between nodes.
         kinds: Links of kinds of collectives (as XLA calls them) that have their own, wherever.
+        within: Likewise, where they stay within a node.
         hiding: Share of a step's compute that collectives can be beside.
         slowing: Share of their time that those take of it.
         call_s: Seconds of a call of a layer, forward and backward, beside what it multiplies.
@@ -47,6 +48,7 @@ class Rates:
     node: Link
     network: Link
     kinds: Mapping[str, Link] = FrozenDict()
+    within: Mapping[str, Link] = FrozenDict()
     hiding: float = HIDING
     slowing: float = SLOWING
     call_s: float = 0.0
@@ -158,7 +160,8 @@ def link_along(
 
 def link_of(one: Sent, target: Target, parts: Parts, rates: Rates) -> Link:
     """The link of a collective: its kind's own, else that along its axes."""
-    return rates.kinds.get(one.kind) or link_along(target, parts, one.axes, rates)
+    link = rates.kinds.get(one.kind) or link_along(target, parts, one.axes, rates)
+    return rates.within.get(one.kind, link) if link is rates.node else link
 
 
 def collectives_seconds(

@@ -108,7 +108,9 @@ def _apart(config: TrainConfig, target: Target) -> Compiled:
         path = Path(folder) / "run.json"
         path.write_text(json.dumps(train_config_to_json(config)), "utf-8")
         words = ["inspect", "--config", str(path), "--target", target.name, "--json"]
-        words += ["--network", target.network.name] if not target.mixed else []
+        words += ["--between", target.between.name]
+        for network in {each.network.name for each in target.islands if not each.named}:
+            words += ["--network", network]
         done = subprocess.run(
             [sys.executable, "-m", "colossax", *words], capture_output=True, text=True
         )
@@ -119,19 +121,29 @@ def _apart(config: TrainConfig, target: Target) -> Compiled:
     return {"refused": said or f"compiling ended with {done.returncode}: {last}"}
 
 
-def true_seconds(predicted: Seconds, found: Compiled, target: Target) -> Seconds:
+def true_seconds(
+    predicted: Seconds,
+    found: Compiled,
+    target: Target,
+    slower: Callable[[Mapping[str, Any]], float] = lambda _: 1.0,
+) -> Seconds:
     """Seconds with collectives, and transfers to and from the host, as they are in the compiled
     program.
 
     What has compute beside it there may be hidden, all else is waited for. Compute stays as it was
     predicted, for what is compiled without a device is not tuned.
+
+    Args:
+        predicted: By formula.
+        found: What the program said.
+        slower: By how much a collective takes longer than by data sheets, where it was measured.
     """
-    collectives = found["collectives"]
-    exposed = sum((one["exposed_s"] for one in collectives), 0.0)
+    collectives = [(one, slower(one)) for one in found["collectives"]]
+    exposed = sum((times * one["exposed_s"] for one, times in collectives), 0.0)
     return dataclasses.replace(
         predicted,
         waited=exposed,
-        beside=sum((one["seconds"] for one in collectives), 0.0) - exposed,
+        beside=sum((times * one["seconds"] for one, times in collectives), 0.0) - exposed,
         bus=_bus(predicted.compute, found.get("host_traffic"), target),
     )
 

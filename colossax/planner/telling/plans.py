@@ -22,6 +22,7 @@ def describe_plans(title: str, answer: Answer, out: str | None) -> str:
         + (f", {_time(seconds.bus)} of transfers to and from host memory" if seconds.bus else ""),
         _memory(first, answer.room),
     ]
+    rows += [answer.rates] if answer.rates else []
     if len(answer.plans) > 1:
         rows.append("")
         rows += _table(answer)

@@ -1,0 +1,127 @@
+"""When a plan's step does what, by formula."""
+
+import dataclasses
+import itertools
+
+from colossax.config import MeshAxis
+from colossax.pipeline import Costs, Kind, schedule
+from colossax.pipeline.timeline import free_spans, lockstep_spans
+from colossax.planner.searching.island_layouts import IslandPrediction
+from colossax.planner.searching.planned import Planned
+
+COMPUTE, EXPOSED, WAITED = "compute", "sticks out of compute", "waited for"
+BESIDE, UPDATES = "beside compute", "updates and sums"
+FORWARD, BACKWARD = "forward", "backward"
+
+_KINDS = {Kind.FORWARD: FORWARD}
+_FORWARD_SHARE = 1 / 3
+"""Of a microbatch's seconds on a stage, those of its forward pass."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Bar:
+    """What is done for a while, in seconds."""
+
+    row: int
+    start: float
+    seconds: float
+    kind: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TimeLine:
+    """A step, one row below the other.
+
+    Attributes:
+        rows: Their names.
+        bars: In them; none overlap within a row.
+        kinds: Of bars, in the order of the legend.
+        note: What one should know of them.
+    """
+
+    rows: tuple[str, ...]
+    bars: tuple[Bar, ...]
+    kinds: tuple[str, ...]
+    note: str
+
+    @property
+    def end(self) -> float:
+        """Seconds of the step."""
+        return max(bar.start + bar.seconds for bar in self.bars)
+
+
+def time_line(one: Planned) -> TimeLine:
+    """Of a step: microbatches with their collectives, or slots of stages with their bubble.
+
+    What collectives take is spread evenly over microbatches, and drawn behind the compute of each;
+    that of stages is in their slots.
+    """
+    staged = one.plan.mesh.get(MeshAxis.STAGE, 1) > 1
+    return _of_stages(one) if staged else _of_microbatches(one)
+
+
+def _of_microbatches(one: Planned) -> TimeLine:
+    seconds, count = one.seconds, one.candidate.predicted.microbatches
+    parts = {
+        COMPUTE: seconds.compute + seconds.slowed,
+        EXPOSED: seconds.exposed,
+        WAITED: seconds.waited,
+    }
+    bars, at = [], 0.0
+    for _ in range(count):
+        hidden = (seconds.beside - seconds.exposed) / count
+        bars.append(Bar(row=1, start=at, seconds=hidden, kind=BESIDE))
+        for kind, total in parts.items():
+            bars.append(Bar(row=0, start=at, seconds=total / count, kind=kind))
+            at += total / count
+    bars.append(Bar(row=0, start=at, seconds=seconds.memory + seconds.fixed, kind=UPDATES))
+    times = f"{count} microbatch{'es' if count > 1 else ''}"
+    return TimeLine(
+        rows=("device", "links"),
+        bars=tuple(bar for bar in bars if bar.seconds > 0),
+        kinds=(COMPUTE, EXPOSED, WAITED, BESIDE, UPDATES),
+        note=f"{times}; collectives of each are drawn behind its compute",
+    )
+
+
+def _of_stages(one: Planned) -> TimeLine:
+    plan, predicted = one.plan, one.candidate.predicted
+    stages, asked = plan.mesh[MeshAxis.STAGE], plan.pipeline
+    form = "lockstep" if asked.cuts is None else "free"
+    table = schedule(asked.resolved, stages, predicted.microbatches, asked.chunks_of_stage, form)
+    each, hop = (1.0,) * stages, 0.0
+    if isinstance(predicted, IslandPrediction):
+        each, hop = predicted.stage_s, predicted.hop_s
+    rest = tuple(one * (1 - _FORWARD_SHARE) / 2 for one in each)
+    forward = tuple(one * _FORWARD_SHARE for one in each)
+    costs = Costs(forward=forward, input=rest, weight=rest, transfer=hop)
+    spans = (lockstep_spans if form == "lockstep" else free_spans)(table, costs)
+    ends = one.seconds.memory + one.seconds.fixed
+    length = one.seconds.total - ends
+    scale = length / max(span.end for span in spans)
+    bars = [
+        Bar(
+            row=span.stage,
+            start=scale * span.start,
+            seconds=scale * (span.end - span.start),
+            kind=_KINDS.get(span.op.kind, BACKWARD),
+        )
+        for span in spans
+    ]
+    bars += [Bar(row=at, start=length, seconds=ends, kind=UPDATES) for at in range(stages)]
+    return TimeLine(
+        rows=tuple(f"stage {at}" for at in range(stages)),
+        bars=tuple(bar for bar in bars if bar.seconds > 0),
+        kinds=(FORWARD, BACKWARD, UPDATES),
+        note=(
+            f"{predicted.microbatches} microbatches; white: the bubble; collectives are in the"
+            " slots, a third of which is taken for forward"
+        ),
+    )
+
+
+def gaps(line: TimeLine, row: int) -> float:
+    """Seconds of a row in which nothing is done."""
+    own = sorted((bar.start, bar.start + bar.seconds) for bar in line.bars if bar.row == row)
+    between = sum(after[0] - before[1] for before, after in itertools.pairwise(own))
+    return own[0][0] + between + line.end - own[-1][1]
