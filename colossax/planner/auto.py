@@ -94,7 +94,7 @@ def find_plan(
         subject,
         plan.replace(offload=offload),
         target,
-        asked=_pinned(plan, target) if mesh_given else NOTHING_ASKED,
+        asked=pinned(plan, target) if mesh_given else NOTHING_ASKED,
         device_gb=device_budget(plan.offload.device_gb, known) / 1e9,
         tell=tell,
     )
@@ -105,7 +105,7 @@ def find_plan(
     return changed
 
 
-def _pinned(plan: Plan, target: Target) -> Asked:
+def pinned(plan: Plan, target: Target) -> Asked:
     """The sizes of a mesh that is given.
 
     Raises:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from colossax.aot import Target, target_devices
-from colossax.config import OffloadConfig, Plan, nearest, to_json
+from colossax.config import OffloadConfig, Plan, to_json
 from colossax.errors import InputError, PlanError
 from colossax.inference.engine.sizing import SHARE
 from colossax.planner.counting.islands import check_one_island
@@ -47,12 +47,14 @@ class PlannedServing:
     Attributes:
         candidate: What formulas say of it.
         found: What its compiled programs say; None where they were not compiled.
+        served: What is served.
         slots: Most tokens of a request.
         why_not_first: Against the first; empty for that.
     """
 
     candidate: ServingCandidate
     found: CompiledServing | None
+    served: Served
     slots: int
     why_not_first: str = ""
 
@@ -81,7 +83,13 @@ class PlannedServing:
     @property
     def words(self) -> list[str]:
         """Options of `colossax serve` that go with the plan."""
-        return ["--seats", str(self.candidate.seats), "--slots", str(self.slots)]
+        given = {
+            "--seats": str(self.candidate.seats),
+            "--slots": str(self.slots),
+            "--weights": self.served.weights,
+            "--cache": self.served.cache,
+        }
+        return [word for name, value in given.items() if value != "own" for word in (name, value)]
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON types."""
@@ -183,10 +191,7 @@ def plan_serving(
     if not found.candidates:
         raise PlanError(_nothing(profile, plan, target, found, room, wish))
     if not verify:
-        plans = [
-            PlannedServing(candidate=one, found=None, slots=profile.context)
-            for one in found.candidates[:top]
-        ]
+        plans = [_planned(profile, one, None) for one in found.candidates[:top]]
         return _answer(plans, found, room)
     proving = _Proving(profile, target, room, wish, tell)
     for one in found.candidates[: _TRIED * top]:
@@ -235,7 +240,7 @@ class _Proving:
             return None
 
     def _fitting(self, one: ServingCandidate, found: CompiledServing) -> PlannedServing | None:
-        planned = PlannedServing(candidate=one, found=found, slots=self._profile.context)
+        planned = _planned(self._profile, one, found)
         late = self._wish.latency_s is not None and planned.seconds.total > self._wish.latency_s
         verdict = "fits"
         if found.total > self._room:
@@ -263,6 +268,12 @@ class _Proving:
         return None if seats is None or seats == one.seats else candidate(laid, seats)
 
 
+def _planned(
+    profile: ServedProfile, one: ServingCandidate, found: CompiledServing | None
+) -> PlannedServing:
+    return PlannedServing(candidate=one, found=found, served=profile.served, slots=profile.context)
+
+
 def _check(plan: Plan, target: Target, wish: Wish) -> None:
     """Refuse what is not searched, and what no server runs on.
 
@@ -287,8 +298,7 @@ def _check(plan: Plan, target: Target, wish: Wish) -> None:
     named = {axis for axis, size in wish.asked.sizes.items() if size > 1}
     for axis in sorted(named - set(known)):
         raise InputError(
-            f"--pin {axis}: engines are not split along it{nearest(axis, known)}; those axes are"
-            f" {', '.join(known)}"
+            f"--pin {axis}: engines are not split along it; they are along {', '.join(known)}"
         )
 
 

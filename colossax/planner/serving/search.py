@@ -35,11 +35,13 @@ class Wish:
     Attributes:
         seats: Requests at once, of all replicas together; None: as many as give most tokens.
         latency_s: Most seconds from one token of a request to its next; None: any.
+        of_each: Whether `seats` are those of each replica.
         asked: What is given or ruled out of the mesh.
     """
 
     seats: int | None = None
     latency_s: float | None = None
+    of_each: bool = False
     asked: Asked = NOTHING_ASKED
 
 
@@ -180,6 +182,8 @@ def candidate(laid: OnServingMesh, seats: int) -> ServingCandidate:
 
 def counts_of(laid: OnServingMesh, wish: Wish) -> range:
     """Seats of a replica that may be had there, fewest first; empty where none may."""
+    if wish.seats is not None and wish.of_each:
+        return range(wish.seats, wish.seats + 1)
     if wish.seats is not None:
         shared = wish.seats % laid.replicas == 0
         return range(wish.seats // laid.replicas, wish.seats // laid.replicas + shared)
@@ -199,7 +203,8 @@ def serving_meshes(
     for sizes in factors(target.size, len(AXES)):
         mesh = {axis.value: size for axis, size in zip(AXES, sizes, strict=True)}
         held = all(mesh.get(axis, 1) == size for axis, size in asked.pinned.items())
-        many = mesh[MeshAxis.STAGE] > profile.config.layers
+        most = profile.config.layers if profile.served.unroll else 1
+        many = mesh[MeshAxis.STAGE] > most
         if held and not many and (experts or mesh[MeshAxis.EXPERT] == 1):
             yield mesh
 

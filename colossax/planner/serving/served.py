@@ -32,12 +32,16 @@ class Served:
             can.
         cache: What pages are kept in, one of `FORMATS`.
         mixed: Tokens of a step with prompts.
+        weights: What the matrices are kept in, for people.
+        unroll: Whether each layer has arrays of its own, as `colossax serve` loads it.
     """
 
     make_model: MakeModel
     context: int | None = None
     cache: str = "own"
     mixed: int = MIXED_TOKENS
+    weights: str = "own"
+    unroll: bool = True
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

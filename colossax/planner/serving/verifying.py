@@ -117,15 +117,16 @@ def sizes_of(profile: ServedProfile, one: ServingCandidate) -> Sizes:
 def _described(
     profile: ServedProfile, plan: Plan, devices: list[Any]
 ) -> tuple[BoundPlan, ModelSpec]:
-    """The first replica's devices, and the model as it is loaded there, layer by layer."""
+    """The first replica's devices, and the model as it is loaded there."""
     make, plan = profile.served.make_model, parameters_alone(plan)
     bound = plan.bind(devices)
     with use(bound):
         spec = describe(make)
-    cut = with_stage_programs(unrolled(plan, spec), bound, profile.config.layers)
-    bound = cut.bind(devices)
-    with use(bound):
-        spec = describe(make)
+    if profile.served.unroll:
+        plan = with_stage_programs(unrolled(plan, spec), bound, profile.config.layers)
+        bound = plan.bind(devices)
+        with use(bound):
+            spec = describe(make)
     validate(bound, spec.infos)
     if bound.mesh.shape[MeshAxis.DATA] > 1:
         bound = bound.part(MeshAxis.DATA, 0)
