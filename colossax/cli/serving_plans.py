@@ -67,11 +67,9 @@ def run_serving(args: argparse.Namespace, overrides: Sequence[Override], given: 
     """
     from colossax.aot import parse_target
     from colossax.inference.engine import check_format
-    from colossax.models import maker
-    from colossax.nn.quantised.serving import with_served
     from colossax.planner.searching import asked_of
     from colossax.planner.serving import Served, Wish, plan_serving
-    from colossax.planner.telling.serving_plans import describe_serving
+    from colossax.planner.telling import describe_serving
 
     config = apply_overrides(given, overrides) if isinstance(given, TrainConfig) else None
     if config is None or config.adapter or config.drafter:
@@ -85,12 +83,8 @@ def run_serving(args: argparse.Namespace, overrides: Sequence[Override], given: 
             "--weights kept: are those of a folder that was imported; give int8, fp8, int4 or nf4"
         )
     target = parse_target(args.target or config.target, network=args.network)
-    served = Served(
-        make_model=with_served(maker(config.model), args.weights),
-        context=args.context,
-        cache=args.cache,
-        weights=args.weights,
-    )
+    given = {"context": args.context, "cache": args.cache}
+    served = Served.of(config.model, weights=args.weights, **given)
     latency = None if args.latency_ms is None else args.latency_ms / 1e3
     asked = asked_of(args.pin, args.forbid)
     answer = plan_serving(
@@ -163,12 +157,9 @@ def _found(
 ) -> Plan:
     from colossax.cli.devices import choose_devices
     from colossax.cli.generate import Options
-    from colossax.inference.engine.sizing import SHARE
     from colossax.offload import device_memory
-    from colossax.planner.auto import pinned, target_here
-    from colossax.planner.searching.asked import NOTHING_ASKED
-    from colossax.planner.serving import Served, Wish, plan_serving
-    from colossax.planner.telling.serving_plans import found_serving_words
+    from colossax.planner.auto import find_serving_plan, target_here
+    from colossax.planner.serving import Served, Wish
 
     if stored.embeds:
         raise InputError(
@@ -187,17 +178,13 @@ def _found(
             f"--plan auto: what --{name.replace('_', '-')} needs is not counted yet; give the mesh"
             " by hand (--plan.mesh), or leave it out"
         )
-    plan = apply_overrides(Options(plan=stored.plan), overrides).plan
-    asked = pinned(plan, target) if "plan.mesh" in names else NOTHING_ASKED
     wish = Wish(**{name: engine.pop(name) for name in ("seats", "of_each") if name in engine})
-    memory = min(device_memory(devices, None) or target.gpu.memory_bytes, target.gpu.memory_bytes)
-    answer = plan_serving(
+    return find_serving_plan(
         Served(make_model=stored.make_model, weights=args.weights, **engine),
-        plan,
+        apply_overrides(Options(plan=stored.plan), overrides).plan,
         target,
-        wish=dataclasses.replace(wish, asked=asked),
-        device_gb=SHARE * memory / 1e9,
+        wish=wish,
+        mesh_given="plan.mesh" in names,
+        memory=device_memory(devices, None),
         tell=lambda line: tell(f"{line}\n"),
     )
-    tell(f"plan auto, {target.name}: {found_serving_words(answer)}\n")
-    return answer.best.plan

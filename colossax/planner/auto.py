@@ -8,11 +8,14 @@ from typing import Any
 from colossax.aot import Target, gpu_keys, parse_target
 from colossax.config import MESH_AXES, Plan
 from colossax.errors import InputError, PlanError
+from colossax.inference.engine.sizing import SHARE
 from colossax.offload.limits import device_budget
 from colossax.planner.searching import AXES, Answer, Asked, Subject, plan_run
 from colossax.planner.searching.asked import NOTHING_ASKED
 from colossax.planner.searching.verifying import Tell, compiled
+from colossax.planner.serving import Served, Wish, plan_serving
 from colossax.planner.telling.plans import found_words
+from colossax.planner.telling.serving_plans import found_serving_words
 
 AUTO = "auto"
 """In place of a plan's file."""
@@ -94,7 +97,7 @@ def find_plan(
         subject,
         plan.replace(offload=offload),
         target,
-        asked=pinned(plan, target) if mesh_given else NOTHING_ASKED,
+        asked=_pinned(plan, target) if mesh_given else NOTHING_ASKED,
         device_gb=device_budget(plan.offload.device_gb, known) / 1e9,
         tell=tell,
     )
@@ -105,7 +108,44 @@ def find_plan(
     return changed
 
 
-def pinned(plan: Plan, target: Target) -> Asked:
+def find_serving_plan(
+    served: Served,
+    plan: Plan,
+    target: Target,
+    *,
+    wish: Wish,
+    mesh_given: bool = False,
+    memory: int | None = None,
+    tell: Tell = lambda _: None,
+) -> Plan:
+    """The plan of most tokens a second that fits a target.
+
+    Args:
+        served: What is served.
+        plan: Precision, kernels and all that is not searched.
+        target: Where.
+        wish: What is asked of the engine.
+        mesh_given: Whether the plan's mesh is to hold.
+        memory: See `find_plan`.
+        tell: Likewise.
+
+    Raises:
+        PlanError, InputError: See `plan_serving`.
+    """
+    known = target.gpu.memory_bytes if memory is None else min(memory, target.gpu.memory_bytes)
+    answer = plan_serving(
+        served,
+        plan,
+        target,
+        wish=dataclasses.replace(wish, asked=_pinned(plan, target)) if mesh_given else wish,
+        device_gb=SHARE * known / 1e9,
+        tell=tell,
+    )
+    tell(f"plan auto, {target.name}: {found_serving_words(answer)}")
+    return answer.best.plan
+
+
+def _pinned(plan: Plan, target: Target) -> Asked:
     """The sizes of a mesh that is given.
 
     Raises:

@@ -13,7 +13,7 @@ from colossax.cli.serving_plans import plan_asked
 from colossax.config import Plan
 from colossax.errors import InputError
 from colossax.models import LlamaConfig, maker
-from colossax.planner import auto, serving
+from colossax.planner import auto
 from colossax.planner.serving import plan_serving
 from tests.cli.test_draft import BASE
 from tests.launching import write_text
@@ -98,7 +98,7 @@ def test_what_is_found_generates_the_same_tokens(tmp_path, monkeypatch, capsys):
     told = capsys.readouterr().err.splitlines()[-1]
     assert "--plan auto: there are 8 cpu devices, for which nothing can be compiled ahead" in told
     monkeypatch.setattr(auto, "target_here", lambda _: parse_target("h100:1x8"))
-    monkeypatch.setattr(serving, "plan_serving", functools.partial(plan_serving, verify=False))
+    monkeypatch.setattr(auto, "plan_serving", functools.partial(plan_serving, verify=False))
     tokens, told = said("--plan", "auto")
     assert tokens == alone
     assert "plan auto, h100:1x8: " in told and "1 request at a time" in told
@@ -124,7 +124,7 @@ def stored():
 def test_seats_are_those_of_each_replica_of_a_server(stored, monkeypatch, capsys):
     """As `--seats` of a server are."""
     monkeypatch.setattr(auto, "target_here", lambda _: parse_target("h100:1x8"))
-    monkeypatch.setattr(serving, "plan_serving", functools.partial(plan_serving, verify=False))
+    monkeypatch.setattr(auto, "plan_serving", functools.partial(plan_serving, verify=False))
     args = argparse.Namespace(plan="auto", devices=None, weights="own")
     plan = plan_asked(args, [], stored, seats=3, of_each=True, context=64)
     assert plan.mesh == {"data": 8}  # a small model is whole on each device

@@ -16,7 +16,9 @@ from colossax.inference.engine.sizing import MIXED_TOKENS, PAGE_TOKENS
 from colossax.inference.engine.stage_parts import check_staged
 from colossax.inference.plan import parameters_alone, unrolled, with_stage_programs
 from colossax.inference.reading import reads_of
+from colossax.models import maker
 from colossax.nn import CacheSpec, DecoderConfig, MakeModel, describe
+from colossax.nn.quantised.serving import with_served
 from colossax.planner.deciding.trial import choosing_for
 from colossax.sharding import use
 from colossax.typing import Dims, ParamInfo
@@ -42,6 +44,20 @@ class Served:
     mixed: int = MIXED_TOKENS
     weights: str = "own"
     unroll: bool = True
+
+    @classmethod
+    def of(cls, model: Any, *, weights: str = "own", **given: Any) -> "Served":
+        """A model of the library.
+
+        Args:
+            model: Configuration of its family.
+            weights: What its matrices are kept in, see `with_served`.
+            given: As of the class.
+
+        Raises:
+            InputError: As `with_served`.
+        """
+        return cls(make_model=with_served(maker(model), weights), weights=weights, **given)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
