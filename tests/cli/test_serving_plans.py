@@ -21,7 +21,7 @@ from tests.launching import write_text
 ASKED = ["plan", "llama_tiny", "--serve", "--target", "h100:1x8", "--no-compile"]
 
 
-@pytest.mark.catches("seats-are-not-told")
+@pytest.mark.catches("a-serving-plan-has-no-seats")
 def test_a_serving_plan_is_told_and_written(tmp_path, capsys):
     out = tmp_path / "plan.json"
     words = ["--seats", "16", "--context", "64", "--top", "2", "--out", str(out)]

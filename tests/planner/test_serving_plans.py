@@ -23,6 +23,7 @@ from colossax.planner.serving.planned import plan_serving
 from colossax.planner.serving.search import Wish, candidate, search_serving
 from colossax.planner.serving.served import Served, profile_served, stages_refused
 from colossax.planner.serving.verifying import CompiledServing, _described, sizes_of
+from tests.cases import quick_first
 from tests.inference import test_caches as caches
 
 TARGET, FOUR = parse_target("h100:1x8"), parse_target("h100:1x4")
@@ -197,23 +198,24 @@ def brute(profile, room, wish, most):
     return found
 
 
+ODD = {"llama": SMALL, "mixture": MIXED, "odd": caches.CONFIG}
+WISHES = {
+    "any": (1e9, Wish()),
+    "little room": (1.4e6, Wish()),
+    "late": (1e9, Wish(latency_s=0.6e-3)),
+    "soon": (1e9, Wish(latency_s=0.2e-3)),
+    "eight": (1e9, Wish(seats=8)),
+    "pinned": (1e9, Wish(seats=4, asked=asked_of(["tensor=2"], ["ring"]))),
+}
+QUICK = [("llama", "any"), ("odd", "little room"), ("mixture", "late"), ("llama", "pinned")]
+
+
 @pytest.mark.catches("the-first-that-fits-is-taken")
 @pytest.mark.catches("latency-is-forgotten")
-@pytest.mark.parametrize("config", [SMALL, MIXED, caches.CONFIG], ids=["llama", "mixture", "odd"])
-@pytest.mark.parametrize(
-    ("room", "wish"),
-    [
-        (1e9, Wish()),
-        (1.4e6, Wish()),
-        (1e9, Wish(latency_s=0.6e-3)),
-        (1e9, Wish(latency_s=0.2e-3)),
-        (1e9, Wish(seats=8)),
-        (1e9, Wish(seats=4, asked=asked_of(["tensor=2"], ["ring"]))),
-    ],
-)
-def test_nothing_gives_more_tokens_than_what_is_found(monkeypatch, config, room, wish):
+@pytest.mark.parametrize(("name", "asked"), quick_first(itertools.product(ODD, WISHES), QUICK))
+def test_nothing_gives_more_tokens_than_what_is_found(monkeypatch, name, asked):
     """Against every mesh with every number of seats."""
-    most = 24
+    config, (room, wish), most = ODD[name], WISHES[asked], 24
     monkeypatch.setattr(search, "MOST_SEATS", most)
     profile = profiled(config, context=32)
     found = search_serving(profile, BF16, FOUR, room=room, wish=wish).candidates
