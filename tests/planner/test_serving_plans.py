@@ -13,7 +13,7 @@ from colossax.errors import InputError, PlanError
 from colossax.inference.engine.program import EngineProgram
 from colossax.inference.engine.sizing import cache_bytes
 from colossax.inference.plan import param_shapes
-from colossax.models import LlamaConfig, MixtralConfig, T5Config, maker
+from colossax.models import GPT2Config, LlamaConfig, MixtralConfig, T5Config, maker
 from colossax.nn import Decoder
 from colossax.planner.searching import Asked, asked_of
 from colossax.planner.searching.seconds import MATMULS, MEMORY
@@ -113,6 +113,17 @@ def test_a_step_reads_weights_and_cache_and_multiplies_them():
     # Norms, which each device reads whole, are all that is not an eighth.
     assert split.reading - one.reading / 8 == pytest.approx(7 / 8 * 2 * norms / rate)
     assert split.compute == pytest.approx(one.compute / 8)
+
+
+@pytest.mark.catches("a-table-that-is-the-head-is-read-twice")
+def test_a_table_that_is_the_head_too_is_read_once():
+    sizes = {"vocab": 64, "embed": 32, "layers": 2, "heads": 4, "mlp": 64, "max_seq": 64}
+    profile = profiled(GPT2Config(**sizes), context=64)
+    one = laid(profile, {"data": 8})
+    held = one.bytes(3)
+    positions = 2 * 64 * 32  # those are looked up
+    rate = MEMORY * TARGET.gpu.memory_bytes_per_s
+    assert one.seconds(3).reading == pytest.approx((held.weights - positions + held.cache) / rate)
 
 
 def test_collectives_of_tensor_are_those_of_people():

@@ -188,7 +188,8 @@ class OnServingMesh:
     def _first_step(self, seats: int) -> StepSeconds:
         tables = [info for info in self._first if "vocab" in info.dims]
         sent = [s for one in tables for s in table_sent(self.parts, one, seats, self._itemsize)]
-        return self._step([one for one in self._first if one not in tables], seats, sent)
+        # A table that is the head too is read as that.
+        return self._step([one for one in self._first if one not in self._last], seats, sent)
 
     def _last_step(self, seats: int) -> StepSeconds:
         heads = [info for info in self._last if "vocab" in info.dims and is_matrix(info)]
