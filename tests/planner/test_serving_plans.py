@@ -282,6 +282,7 @@ def test_what_cannot_be_served_is_refused(given, said):
         answered(**given)
 
 
+@pytest.mark.sweep
 def test_what_is_named_when_nothing_is_soon_enough_does():
     with pytest.raises(PlanError) as refusal:
         answered(LLAMA_8B, latency_s=1e-3)

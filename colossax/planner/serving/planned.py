@@ -1,6 +1,7 @@
 """The best serving plans on a target: searched by formula, compiled, in their true order."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -177,6 +178,7 @@ def plan_serving(
     profile = profile_served(served, plan)
     wish.asked.check(profile)
 
+    @functools.cache
     def staged() -> bool:
         why = stages_refused(profile, plan, target)
         if why is not None:
@@ -189,7 +191,10 @@ def plan_serving(
         f"{len(found.candidates)} fit"
     )
     if not found.candidates:
-        raise PlanError(_nothing(profile, plan, target, found, room, wish))
+        short = found.least is not None and found.soonest is None
+        searched = functools.partial(search_serving, profile, plan, room=room, wish=wish)
+        more = (one for one in _larger(target) if searched(one, staged=staged).candidates)
+        raise PlanError(_nothing(target, found, room, wish, next(more, None) if short else None))
     if not verify:
         plans = [_planned(profile, one, None) for one in found.candidates[:top]]
         return _answer(plans, found, room)
@@ -302,8 +307,13 @@ def _check(plan: Plan, target: Target, wish: Wish) -> None:
         )
 
 
+def _larger(target: Target) -> list[Target]:
+    """Nodes of more of the same GPUs."""
+    return [one for one in larger(target) if one.nodes == 1]
+
+
 def _nothing(
-    profile: ServedProfile, plan: Plan, target: Target, found: FoundServing, room: float, wish: Wish
+    target: Target, found: FoundServing, room: float, wish: Wish, more: Target | None
 ) -> str:
     """That nothing is found, with what would do."""
     least, soonest = found.least, found.soonest
@@ -323,22 +333,13 @@ def _nothing(
             " or a shorter --context"
         )
     needs = least.bytes.total
+    enough = f"{more.name} (the fewest of these GPUs that fit it by formula), " if more else ""
     return (
         f"plan --serve: nothing fits {room / _GIB:.1f} GiB of each of {target.size}"
         f" {target.gpu.name}; {least.label} needs least, {needs / _GIB:.1f} GiB by formula; give"
-        f" {_enough(profile, plan, target, room, wish)}a shorter --context, or weights in codes"
+        f" {enough}a shorter --context, or weights in codes"
         " (--weights int8)"
     )
-
-
-def _enough(profile: ServedProfile, plan: Plan, target: Target, room: float, wish: Wish) -> str:
-    """The fewest more GPUs of a node that fit a plan by formula."""
-    for more in larger(target):
-        if more.nodes == 1:
-            found = search_serving(profile, plan, more, room=room, wish=wish)
-            if found.candidates:
-                return f"{more.name} (the fewest of these GPUs that fit it by formula), "
-    return ""
 
 
 def _answer(plans: Sequence[PlannedServing], found: FoundServing, room: float) -> ServingAnswer:
