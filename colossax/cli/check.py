@@ -32,10 +32,10 @@ from colossax.cli.machine import (
 )
 from colossax.cli.output import standard_output, tell
 from colossax.cli.overrides import Override
-from colossax.cli.trials import Trial, run_trials, within
 from colossax.errors import InputError
 from colossax.pallas import current_target
 from colossax.processes import find_launch, join, start_jax
+from colossax.sharding.collectives import Trial, run_trials, within
 
 LIMIT_S = 25.0
 """Longest wait for one collective. XLA ends the process, without a name, after 30 s or more."""

@@ -12,7 +12,8 @@ from colossax.cli.devices import choose_devices, request_host_devices
 from colossax.cli.drafting import check_draft, draft_options, drafter_of
 from colossax.cli.keep import keep_of, keep_option
 from colossax.cli.output import put, tell
-from colossax.cli.overrides import Override, apply_overrides
+from colossax.cli.overrides import Override
+from colossax.cli.serving_plans import plan_asked, plan_option
 from colossax.config import GREEDY_OR_MORE, Bound, Plan, check_text, user_path
 from colossax.errors import InputError
 from colossax.scheduling import TOP_SHARE
@@ -90,6 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser, _verb: str) -> None:
     parser.add_argument(
         "--json", action="store_true", help="one JSON object a prompt on standard output"
     )
+    plan_option(parser)
     weights_option(parser)
     draft_options(parser)
     keep_option(parser)
@@ -142,7 +144,6 @@ def _generate(args: argparse.Namespace, overrides: list[Override]) -> int:
 
     stored = opened(args)
     stored = stored.with_weights(args.weights, outliers=args.outliers)
-    plan = apply_overrides(Options(plan=stored.plan), overrides).plan
     # All that can be refused is, before parameters are read.
     check_reads_text(stored.model)
     prompts = prompt_tokens(args, stored.tokenizer)
@@ -163,6 +164,9 @@ def _generate(args: argparse.Namespace, overrides: list[Override]) -> int:
         )
         request.check(vocab=stored.config.vocab, slots=limit, reads=reads)
         requests.append(request)
+    longest = max(len(one.prompt) + one.max_tokens for one in requests)
+    asked_for = {"seats": len(requests), "context": min(longest, limit), "unroll": False}
+    plan = plan_asked(args, overrides, stored, **asked_for)
     devices = choose_devices(args.devices)
     texts = [None] * len(requests) if reads.longest is not None else args.prompt
     for name, results in _continued(args, stored, plan, devices, requests):

@@ -19,6 +19,7 @@ from colossax.cli.arguments import (
 )
 from colossax.cli.overrides import Override, apply_overrides
 from colossax.cli.recipes import list_recipes
+from colossax.cli.serving_plans import serving_options
 from colossax.config import above, within
 from colossax.errors import InputError
 from colossax.recipes import recipe
@@ -199,6 +200,7 @@ def _plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", metavar="FILE", help="write the first plan here, for --plan FILE")
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
     parser.add_argument("--plot", metavar="FILE", help="write a picture (PNG) here")
+    serving_options(parser)
     parser.epilog = (
         "any value of the recipe, by its dotted name:\n"
         "  --data.seq_len 4096   --data.global_batch 64   --plan.precision.compute bfloat16\n"

@@ -9,11 +9,12 @@ from colossax.aot import parse_target
 from colossax.cli.output import put, tell
 from colossax.cli.overrides import Override, apply_overrides
 from colossax.cli.recipes import run_as_asked
+from colossax.cli.serving_plans import check_serving, run_serving
 from colossax.config import user_path
 from colossax.errors import InputError
 from colossax.planner.searching import Answer, Subject, asked_of, calibrated_by, plan_run
 from colossax.planner.telling import describe_plans
-from colossax.recipes import any_recipe, recipe_from_file
+from colossax.recipes import OwnTask, any_recipe, recipe_from_file
 from colossax.tasks import TrainConfig
 
 
@@ -21,6 +22,9 @@ def run(_verb: str, args: argparse.Namespace, overrides: list[Override]) -> int:
     """Plan as asked and return the exit code."""
     # What is planned for is not what is here: a GPU on this machine must not be claimed.
     jax.config.update("jax_platforms", "cpu")
+    check_serving(args)
+    if args.serve:
+        return run_serving(args, overrides, _given(args))
     subject, plan, target_name, name = _subject(args, overrides)
     target = parse_target(target_name, network=args.network, between=args.between)
     answer = plan_run(
@@ -45,15 +49,24 @@ def run(_verb: str, args: argparse.Namespace, overrides: list[Override]) -> int:
     return 0
 
 
+def _given(args: argparse.Namespace) -> TrainConfig | OwnTask:
+    """What the recipe gives.
+
+    Raises:
+        InputError: There is no such recipe.
+    """
+    if (args.recipe is None) == (args.config is None):
+        raise InputError("plan: name one recipe, or give --config FILE; see --list")
+    return any_recipe(args.recipe) if args.config is None else recipe_from_file(args.config)
+
+
 def _subject(args: argparse.Namespace, overrides: list[Override]):
     """What is planned, its plan, the target's name and its own.
 
     Raises:
         InputError: There is no such recipe, or no target.
     """
-    if (args.recipe is None) == (args.config is None):
-        raise InputError("plan: name one recipe, or give --config FILE; see --list")
-    given = any_recipe(args.recipe) if args.config is None else recipe_from_file(args.config)
+    given = _given(args)
     if isinstance(given, TrainConfig):
         config = apply_overrides(given, overrides)
         return (

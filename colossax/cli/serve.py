@@ -11,6 +11,7 @@ from colossax.cli.drafting import check_draft, draft_options
 from colossax.cli.generate import weights_option
 from colossax.cli.output import tell
 from colossax.cli.overrides import Override
+from colossax.cli.serving_plans import plan_option
 from colossax.config import above, cache_folder, user_path
 from colossax.errors import InputError
 from colossax.scheduling import KEEPS
@@ -152,6 +153,7 @@ def add_arguments(parser: argparse.ArgumentParser, _verb: str) -> None:
     engine.add_argument(
         "--no-normalise", action="store_true", help="with --pool: vectors as long as they are"
     )
+    plan_option(parser)
     weights_option(parser)
     draft_options(engine)
     engine.add_argument(

@@ -4,8 +4,8 @@ import argparse
 from typing import Any
 
 from colossax.cli.devices import choose_devices
-from colossax.cli.generate import Options
-from colossax.cli.overrides import Override, apply_overrides
+from colossax.cli.overrides import Override
+from colossax.cli.serving_plans import plan_asked
 from colossax.errors import InputError
 from colossax.serve.engine import Wire, run_embedder
 
@@ -65,7 +65,7 @@ def serve_embeddings(
             raise _unused(word)
     if args.cache != "own":
         raise _unused("--cache")
-    plan = apply_overrides(Options(plan=stored.plan), overrides).plan
+    plan = plan_asked(args, overrides, stored)
     if plan.offload.auto:
         raise InputError(
             "plan.offload: auto is for models that continue texts; give a share, as parameters=0.5"

@@ -8,10 +8,11 @@ from typing import Any
 from colossax.cli.beside import adapters_of
 from colossax.cli.devices import choose_devices, request_host_devices
 from colossax.cli.drafting import drafter_of
-from colossax.cli.generate import Options, check_reads_text, opened
-from colossax.cli.overrides import Override, apply_overrides
+from colossax.cli.generate import check_reads_text, opened
+from colossax.cli.overrides import Override
 from colossax.cli.serve import template_of
 from colossax.cli.serving_embedder import serve_embeddings, with_pooling
+from colossax.cli.serving_plans import plan_asked
 from colossax.data import Chat
 from colossax.errors import InputError
 from colossax.serve.engine import Wire, alone, run
@@ -49,7 +50,9 @@ def _serve(wire: Wire, args: argparse.Namespace, overrides: list[Override]) -> N
     facts = _facts(args, stored) | {"adapters": list(adapters)}
     if stored.embeds:
         return serve_embeddings(wire, args, overrides, stored, facts)
-    plan = apply_overrides(Options(plan=stored.plan), overrides).plan
+    engine: Any = {"seats": args.seats, "of_each": True, "context": facts["slots"]}
+    engine |= {"cache": args.cache, "mixed": args.mixed_tokens}
+    plan = plan_asked(args, overrides, stored, **engine)
     if adapters:
         stored = beside(stored, adapters)
     devices = choose_devices(args.devices)

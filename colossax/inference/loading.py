@@ -129,6 +129,11 @@ class StoredModel:
         """The plan used where none is asked for: all devices on `fsdp`."""
         return Plan(precision=self.precision)
 
+    @property
+    def make_model(self) -> MakeModel:
+        """A factory of it, its matrices in their form."""
+        return self._make_model()
+
     def load(
         self,
         plan: Plan | None = None,

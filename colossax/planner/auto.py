@@ -10,13 +10,16 @@ import jax
 from colossax.aot import Target, gpu_keys, parse_target
 from colossax.config import MESH_AXES, Plan
 from colossax.errors import InputError, PlanError
+from colossax.inference.engine.sizing import SHARE
 from colossax.offload.limits import device_budget, host_budget
 from colossax.pipeline.measured import LinkTimes
 from colossax.planner.searching import AXES, Answer, Asked, Subject, plan_run
 from colossax.planner.searching.asked import NOTHING_ASKED
 from colossax.planner.searching.calibrated import calibrated, is_called
 from colossax.planner.searching.verifying import Tell, compiled
+from colossax.planner.serving import Served, Wish, plan_serving
 from colossax.planner.telling.plans import found_words
+from colossax.planner.telling.serving_plans import found_serving_words
 
 AUTO = "auto"
 """In place of a plan's file."""
@@ -129,6 +132,43 @@ def _host_gb(plan: Plan, target: Target, *, there: bool) -> float | None:
         )
     devices = jax.devices() if there else []
     return host_budget(plan.offload.host_gb, devices, None if there else target) / 1e9
+
+
+def find_serving_plan(
+    served: Served,
+    plan: Plan,
+    target: Target,
+    *,
+    wish: Wish,
+    mesh_given: bool = False,
+    memory: int | None = None,
+    tell: Tell = lambda _: None,
+) -> Plan:
+    """The plan of most tokens a second that fits a target.
+
+    Args:
+        served: What is served.
+        plan: Precision, kernels and all that is not searched.
+        target: Where.
+        wish: What is asked of the engine.
+        mesh_given: Whether the plan's mesh is to hold.
+        memory: See `find_plan`.
+        tell: Likewise.
+
+    Raises:
+        PlanError, InputError: See `plan_serving`.
+    """
+    known = target.gpu.memory_bytes if memory is None else min(memory, target.gpu.memory_bytes)
+    answer = plan_serving(
+        served,
+        plan,
+        target,
+        wish=dataclasses.replace(wish, asked=_pinned(plan, target)) if mesh_given else wish,
+        device_gb=SHARE * known / 1e9,
+        tell=tell,
+    )
+    tell(f"plan auto, {target.name}: {found_serving_words(answer)}")
+    return answer.best.plan
 
 
 def _pinned(plan: Plan, target: Target) -> Asked:

@@ -50,16 +50,16 @@ def test_the_fewest_gpus_are_the_first_of_all_that_fit(llama, monkeypatch, targe
     monkeypatch.setattr(smallest, "MAX_DEVICES", 8 if room == 70e9 else 48)
     profile, target = dataclasses.replace(profile, rows=rows), parse_target(target)
     found = smallest.smallest_target(profile, config.plan, target, room=room, asked=NOTHING_ASKED)
-    one_by_one = [one for one in smallest._larger(target) if fits(profile, config.plan, one, room)]
+    one_by_one = [one for one in smallest.larger(target) if fits(profile, config.plan, one, room)]
     assert found == (one_by_one[0] if one_by_one else None)
 
 
 def test_larger_targets_fill_a_node_first():
-    names = [one.name for one in smallest._larger(parse_target("a100:1x6"))]
+    names = [one.name for one in smallest.larger(parse_target("a100:1x6"))]
     assert names[:4] == ["a100_80:1x7", "a100_80:1x8", "a100_80:2x8", "a100_80:3x8"]
     assert names[-1] == "a100_80:128x8"
-    assert smallest._larger(parse_target("h100:2x4@roce"))[0].name == "h100:3x4@roce"
-    assert smallest._larger(parse_target("h100:128x8")) == []
+    assert smallest.larger(parse_target("h100:2x4@roce"))[0].name == "h100:3x4@roce"
+    assert smallest.larger(parse_target("h100:128x8")) == []
 
 
 @pytest.mark.catches("a-budget-that-does-not-do")

@@ -2,13 +2,23 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Protocol, runtime_checkable
 
 from colossax.config import FrozenDict, nearest
 from colossax.errors import InputError
-from colossax.planner.profiling import ModelProfile
 from colossax.planner.searching.parts import Parts
 from colossax.sharding import resolve
 from colossax.typing import ParamInfo
+
+
+@runtime_checkable
+class HasParameters(Protocol):
+    """What is known of a model."""
+
+    @property
+    def infos(self) -> Sequence[ParamInfo]:
+        """Of each parameter."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,7 +50,7 @@ class Asked:
         sizes = [f"{axis}={size}" for axis, size in self.pinned.items()]
         return ", ".join(sizes + [f"{dim}={'+'.join(axes)}" for dim, axes in self.dims.items()])
 
-    def check(self, profile: ModelProfile) -> None:
+    def check(self, profile: HasParameters) -> None:
         """Refuse a dim that no parameter has.
 
         Raises:

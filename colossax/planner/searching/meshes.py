@@ -69,7 +69,7 @@ def meshes(target: Target, limits: Limits, pinned: Mapping[str, int]) -> Iterato
 
     `tensor` and `ulysses` wait for every message, so they stay within a node.
     """
-    for sizes in _factors(target.size, len(AXES)):
+    for sizes in factors(target.size, len(AXES)):
         mesh = {axis.value: size for axis, size in zip(AXES, sizes, strict=True)}
         if all(mesh[axis] == size for axis, size in pinned.items()) and _allowed(
             mesh, target, limits, pinned
@@ -103,14 +103,15 @@ def _allowed(
 
 
 @functools.cache
-def _factors(number: int, count: int) -> tuple[tuple[int, ...], ...]:
+def factors(number: int, count: int) -> tuple[tuple[int, ...], ...]:
+    """Every way to write a number as a product of so many, in order."""
     if count == 1:
         return ((number,),)
     return tuple(
         (first, *rest)
         for first in range(1, number + 1)
         if number % first == 0
-        for rest in _factors(number // first, count - 1)
+        for rest in factors(number // first, count - 1)
     )
 
 

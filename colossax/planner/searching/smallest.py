@@ -47,7 +47,7 @@ def smallest_target(
     Cost: what every mesh of every larger target needs at least, up to the first that fits; those
     whose devices do not hold parameters and optimizer state between them are passed over.
     """
-    return next((one for one in _larger(target) if _fits(profile, plan, one, room, asked)), None)
+    return next((one for one in larger(target) if _fits(profile, plan, one, room, asked)), None)
 
 
 def smallest_host(
@@ -103,7 +103,7 @@ def _least(profile: ModelProfile, plan: Plan, target: Target, asked: Asked) -> f
     return min(mesh.predicted(rows, full, chunks).bytes.total for rows in counts)
 
 
-def _larger(target: Target) -> list[Target]:
+def larger(target: Target) -> list[Target]:
     """Of the same GPUs, smaller first."""
     nodes, gpus = target.nodes, target.gpus
     counts = []

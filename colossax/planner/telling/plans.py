@@ -16,10 +16,11 @@ def describe_plans(title: str, answer: Answer, out: str | None) -> str:
     seconds = first.seconds
     rows = [
         f"{title}: {words(first)}",
-        f"{_time(seconds.total)} a step: {_time(seconds.compute)} of matmuls,"
-        f" {_time(seconds.waited)} of collectives that they wait for,"
-        f" {_time(seconds.beside)} beside them ({_time(seconds.exposed)} of which stick out)"
-        + (f", {_time(seconds.bus)} of transfers to and from host memory" if seconds.bus else ""),
+        f"{time_words(seconds.total)} a step: {time_words(seconds.compute)} of matmuls,"
+        f" {time_words(seconds.waited)} of collectives that they wait for,"
+        f" {time_words(seconds.beside)} beside them"
+        f" ({time_words(seconds.exposed)} of which stick out)"
+        + (f", {time_words(seconds.bus)} of transfers to and from host" if seconds.bus else ""),
         _memory(first, answer.room),
     ]
     rows += [answer.rates] if answer.rates else []
@@ -38,23 +39,26 @@ def found_words(answer: Answer) -> str:
     first = answer.plans[0]
     source = "by formula" if first.found is None else "compiled"
     return (
-        f"{words(first)}; {_time(first.seconds.total)} a step by formula,"
-        f" {_size(first.total_bytes)} {source} of {answer.room / _GIB:.1f} GiB that a step may take"
+        f"{words(first)}; {time_words(first.seconds.total)} a step by formula,"
+        f" {size_words(first.total_bytes)} {source} of {answer.room / _GIB:.1f} GiB that a step"
+        " may take"
     )
 
 
 def _memory(one: Planned, room: float) -> str:
-    return _device(one, room) + (f"; {_size(one.host_bytes)} of the host" if one.host_bytes else "")
+    return _device(one, room) + (
+        f"; {size_words(one.host_bytes)} of the host" if one.host_bytes else ""
+    )
 
 
 def _device(one: Planned, room: float) -> str:
     room_told = f"of {room / _GIB:.1f} GiB that a step may take"
     if one.found is None:
-        return f"{_size(one.total_bytes)} by formula, not compiled, {room_told}"
+        return f"{size_words(one.total_bytes)} by formula, not compiled, {room_told}"
     terms = one.found["device_bytes"]["terms"]
     shown = sorted(terms.items(), key=lambda term: -term[1])[:5]
-    told = ", ".join(f"{name} {_size(size)}" for name, size in shown if size)
-    return f"{_size(one.total_bytes)} compiled, {room_told}: {told}"
+    told = ", ".join(f"{name} {size_words(size)}" for name, size in shown if size)
+    return f"{size_words(one.total_bytes)} compiled, {room_told}: {told}"
 
 
 def _table(answer: Answer) -> list[str]:
@@ -62,8 +66,8 @@ def _table(answer: Answer) -> list[str]:
     rows += [
         (
             f"{one.candidate.label}",
-            _time(one.seconds.total),
-            _size(one.total_bytes),
+            time_words(one.seconds.total),
+            size_words(one.total_bytes),
             one.why_not_first or "-",
         )
         for one in answer.plans
@@ -71,20 +75,23 @@ def _table(answer: Answer) -> list[str]:
     return columns(rows, indent="")
 
 
-def _time(seconds: float) -> str:
+def time_words(seconds: float) -> str:
+    """Seconds for people."""
     return f"{seconds:.3f} s" if seconds >= 0.1 or not seconds else f"{1e3 * seconds:.3g} ms"
 
 
-def _size(count: float) -> str:
+def size_words(count: float) -> str:
+    """Bytes for people."""
     return f"{count / _GIB:.2f} GiB" if count >= 0.1 * _GIB else f"{count / 2**20:.3g} MiB"
 
 
 def words(one: Planned) -> str:
     """A plan in a sentence."""
-    return f"{_mesh_words(one.plan)}, {one.candidate.words}; {told(one.candidate)}"
+    return f"{mesh_words(one.plan)}, {one.candidate.words}; {told(one.candidate)}"
 
 
-def _mesh_words(plan: Plan) -> str:
+def mesh_words(plan: Plan) -> str:
+    """A mesh in words."""
     names: Mapping[str, str] = {
         MeshAxis.STAGE: "{} stages",
         MeshAxis.DATA: "data over {}",
@@ -94,5 +101,7 @@ def _mesh_words(plan: Plan) -> str:
         MeshAxis.ULYSSES: "sequence for heads over {}",
         MeshAxis.TENSOR: "tensor over {}",
     }
-    parts = [names.get(axis, f"{axis} {{}}").format(size) for axis, size in plan.mesh.items()]
+    parts = [
+        names.get(axis, f"{axis} {{}}").format(size) for axis, size in plan.mesh.items() if size > 1
+    ]
     return ", ".join(parts) or "one device"
