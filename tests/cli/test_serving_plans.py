@@ -5,6 +5,7 @@ import functools
 import json
 import types
 
+import jax
 import pytest
 
 from colossax.aot import parse_target
@@ -76,6 +77,7 @@ def test_options_of_serving_are_refused_beside_training(capsys):
 @pytest.mark.catches("a-mesh-by-hand-is-not-served")
 def test_what_is_found_generates_the_same_tokens(tmp_path, monkeypatch, capsys):
     """By a plan in a file, and by one that is found for GPUs that are only said to be there."""
+    assert len(jax.devices()) == 8  # before --devices asks for fewer
     monkeypatch.setenv("COLOSSAX_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     text = f"--data={write_text(tmp_path / 'text')}"
