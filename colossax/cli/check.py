@@ -20,13 +20,10 @@ from colossax.cli.kernels import (
 )
 from colossax.cli.machine import (
     Devices,
-    Extra,
     Nvidia,
     ask_nvidia,
     describe,
-    extras,
     links,
-    outdated,
     unused,
     versions,
 )
@@ -36,6 +33,7 @@ from colossax.errors import InputError
 from colossax.pallas import current_target
 from colossax.processes import find_launch, join, start_jax
 from colossax.sharding.collectives import Trial, run_trials, within
+from colossax.versions import Extra, extras, outdated
 
 LIMIT_S = 25.0
 """Longest wait for one collective. XLA ends the process, without a name, after 30 s or more."""

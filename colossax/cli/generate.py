@@ -7,10 +7,9 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from colossax.cli.arguments import BASE_HELP, keeping, number, real
-from colossax.cli.beside import adapter_option, adapters_of
+from colossax.cli.beside import adapter_option, adapters_of, keep_of, keep_option
 from colossax.cli.devices import choose_devices, request_host_devices
 from colossax.cli.drafting import check_draft, draft_options, drafter_of
-from colossax.cli.keep import keep_of, keep_option
 from colossax.cli.output import put, tell
 from colossax.cli.overrides import Override
 from colossax.cli.serving_plans import plan_asked, plan_option

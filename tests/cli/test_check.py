@@ -19,6 +19,7 @@ import optax
 import pytest
 
 import colossax
+from colossax import versions
 from colossax.cli import check, machine, main, trials
 from colossax.cli.kernels import kernel_choices
 from colossax.pallas import Target, int4_matmul, paged_attention, sparse_matmul
@@ -294,30 +295,30 @@ BASE = {"colossax": "0.1.0", "jax": "0.10.2", "optax": "0.2.8"}
     ],
 )
 def test_extras_are_what_the_metadata_asks_for(installed, missing):
-    found = machine.extras(*faked(**BASE, **installed))
+    found = versions.extras(*faked(**BASE, **installed))
     assert list(found) == ["cuda12", "hf", "dev"]
     assert {name: extra.missing for name, extra in found.items() if not extra.installed} == missing
 
 
 def test_what_is_missing_comes_with_its_pip_command():
-    found = machine.extras(*faked(**BASE, pytest="9.1"))
+    found = versions.extras(*faked(**BASE, pytest="9.1"))
     assert found["cuda12"].install == "pip install 'jax[cuda12]>=0.10.2'"
     assert found["hf"].install == "pip install tidy"
     assert found["dev"].install == "pip install 'ruff<0.18,>=0.17.5'"
-    assert machine.extras(*faked()) == {}
+    assert versions.extras(*faked()) == {}
 
 
 def test_a_missing_extra_is_named_in_the_text(monkeypatch, capsys):
     requires, version = faked(**BASE)
-    monkeypatch.setattr(check, "extras", lambda: machine.extras(requires, version))
+    monkeypatch.setattr(check, "extras", lambda: versions.extras(requires, version))
     assert main(["check", "--devices=1"]) == 0
     assert "extra hf           missing (tidy): pip install tidy\n" in capsys.readouterr().out
 
 
 def test_packages_that_are_too_old_are_named(monkeypatch, capsys):
-    assert list(machine.outdated(*faked(**BASE))) == []
+    assert list(versions.outdated(*faked(**BASE))) == []
     old = faked(**{**BASE, "jax": "0.9.1"})
-    monkeypatch.setattr(check, "outdated", lambda: machine.outdated(*old))
+    monkeypatch.setattr(check, "outdated", lambda: versions.outdated(*old))
     _, report, _ = run(capsys, "--devices=1")
     assert report["problems"] == [
         "jax 0.9.1 is missing or of a version colossax does not support;"
@@ -349,7 +350,7 @@ def test_gpus_that_jax_leaves_alone(four_gpus, monkeypatch, capsys):
     assert (code, report["nvidia"]["driver"]) == (0, "580.65.06")
     assert report["problems"] == [f"{seen}; JAX_PLATFORMS is 'cpu': unset it"]
     monkeypatch.delenv("JAX_PLATFORMS")
-    lacking = machine.Extra(installed=False, missing=("p",), install="pip install p")
+    lacking = versions.Extra(installed=False, missing=("p",), install="pip install p")
     monkeypatch.setattr(machine, "extras", lambda: {"cuda12": lacking, "cuda13": lacking})
     assert machine.unused(machine.ask_nvidia()) == f"{seen}; run pip install p"
 
@@ -365,7 +366,7 @@ def test_gpus_that_jax_leaves_alone(four_gpus, monkeypatch, capsys):
 def test_the_driver_chooses_the_build(monkeypatch, driver, todo):
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     found = {
-        name: machine.Extra(installed=False, missing=("p",), install=f"install {name}")
+        name: versions.Extra(installed=False, missing=("p",), install=f"install {name}")
         for name in ("cuda12", "cuda13")
     }
     monkeypatch.setattr(machine, "extras", lambda: found)
