@@ -28,7 +28,8 @@ def describe_plans(title: str, answer: Answer, out: str | None) -> str:
     if out is None:
         rows += ["", "to train with it: add --out plan.json here, and --plan plan.json there"]
     else:
-        rows += ["", f"written to {out}; train with --plan {out}"]
+        train = " ".join([f"--plan {out}", *first.by_leave])
+        rows += ["", f"written to {out}; train with {train}"]
     return "\n".join(rows) + "\n"
 
 
@@ -56,7 +57,7 @@ def _table(answer: Answer) -> list[str]:
     rows = [("plan", "a step", "memory", "why not first")]
     rows += [
         (
-            f"{one.candidate.label}",
+            " ".join([one.candidate.label, *one.by_leave]),
             _time(one.seconds.total),
             _size(one.total_bytes),
             one.why_not_first or "-",
@@ -76,7 +77,8 @@ def _size(count: float) -> str:
 
 def words(one: Planned) -> str:
     """A plan in a sentence."""
-    return f"{_mesh_words(one.plan)}, {one.candidate.words}; {told(one.candidate)}"
+    leave = f"; by leave: {', '.join(one.by_leave)}" if one.by_leave else ""
+    return f"{_mesh_words(one.plan)}, {one.candidate.words}; {told(one.candidate)}{leave}"
 
 
 def _mesh_words(plan: Plan) -> str:
