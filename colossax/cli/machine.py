@@ -11,7 +11,7 @@ from importlib import metadata
 import jax
 
 import colossax
-from colossax.versions import version_tuple
+from colossax.versions import extras, version_tuple
 
 _NVIDIA_SMI_LIMIT_S = 10.0
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")

@@ -146,6 +146,16 @@ def _target(parser: argparse.ArgumentParser) -> None:
     )
 
 
+_ASKED = {
+    ("--pin", "NAME=VALUE"): "a mesh axis and its size, as tensor=4, or a dim of parameters and"
+    " the axis that is to split it, as embed=fsdp; again for more",
+    ("--forbid", "AXIS"): "a mesh axis to leave out, as ring; again for more",
+    ("--allow", "NAME=VALUE"): "search this beside the plan's own, though it changes values:"
+    " state=mixed, bfloat16 or 8bit, reduction=bfloat16, accumulation=bfloat16; again for more",
+}
+"""Options of `plan` that may be given more than once."""
+
+
 def _plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "recipe", metavar="RECIPE", nargs="?", help="a recipe of `colossax train`, or your own"
@@ -159,21 +169,8 @@ def _plan(parser: argparse.ArgumentParser) -> None:
         default=3,
         help="plans to compile and name; default %(default)s",
     )
-    parser.add_argument(
-        "--pin",
-        metavar="NAME=VALUE",
-        action="append",
-        default=[],
-        help="a mesh axis and its size, as tensor=4, or a dim of parameters and the axis that is to"
-        " split it, as embed=fsdp; again for more",
-    )
-    parser.add_argument(
-        "--forbid",
-        metavar="AXIS",
-        action="append",
-        default=[],
-        help="a mesh axis to leave out, as ring; again for more",
-    )
+    for (name, metavar), text in _ASKED.items():
+        parser.add_argument(name, metavar=metavar, action="append", default=[], help=text)
     parser.add_argument(
         "--device-gb",
         metavar="X",

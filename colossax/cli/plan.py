@@ -31,7 +31,7 @@ def run(_verb: str, args: argparse.Namespace, overrides: list[Override]) -> int:
         subject,
         plan,
         target,
-        asked=asked_of(args.pin, args.forbid),
+        asked=asked_of(args.pin, args.forbid, args.allow),
         top=args.top,
         verify=not args.no_compile,
         device_gb=args.device_gb,

@@ -34,6 +34,7 @@ TABLE = {
         "is made of 2 islands, which stages alone may cross",
         "--target h100:1x8",
     ],
+    "plan llama_tiny --allow stat=bfloat16": ["'stat' is nothing that can be allowed", "'state'"],
     "plan llama_tiny --target h100:1x8 --no-compile --rates none.json": ["no such file", "--out"],
     "plan llama_tiny --top 0": ["--top", "found 0"],
     "plan llama_tiny --pin tensor": ["--pin: found 'tensor'", "tensor=4"],

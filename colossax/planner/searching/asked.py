@@ -29,11 +29,13 @@ class Asked:
         sizes: Of mesh axes, that are to be as given.
         forbidden: Mesh axes that are to be left out.
         dims: Logical dims of parameters, with the mesh axes that are to split each.
+        allowed: Settings that may be changed though they change what is computed, with values.
     """
 
     sizes: Mapping[str, int] = FrozenDict()
     forbidden: frozenset[str] = frozenset()
     dims: Mapping[str, tuple[str, ...]] = FrozenDict()
+    allowed: Mapping[str, tuple[str, ...]] = FrozenDict()
 
     @property
     def pinned(self) -> dict[str, int]:

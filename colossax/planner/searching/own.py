@@ -30,6 +30,7 @@ def plan(
     given: Plan | str | None = None,
     pins: Iterable[str] = (),
     forbidden: Iterable[str] = (),
+    allow: Iterable[str] = (),
     top: int = 3,
     verify: bool = True,
     device_gb: float | None = None,
@@ -58,6 +59,8 @@ def plan(
         pins: What is to hold: a mesh axis and its size, `tensor=4`, or a dim of parameters and the
             axes that split it, `embed=fsdp`.
         forbidden: Mesh axes that are left out.
+        allow: Settings that may change what is computed: `reduction=bfloat16`, gradients as devices
+            sum them, `accumulation=bfloat16`, gradients summed over microbatches.
         top: How many plans to compile and name, 1 or more.
         verify: Whether they are compiled; else formulas alone speak.
         device_gb: Budget of a device in 1e9 bytes; default what a step may take of its memory.
@@ -76,7 +79,8 @@ def plan(
     looked at, one after another; what an earlier search compiled is read from the cache folder.
     """
     check_arguments(make_model, optimizer, loss, "plan")
-    _check(target, pins, forbidden, top, {"device_gb": device_gb, "host_gb": host_gb})
+    budgets = {"device_gb": device_gb, "host_gb": host_gb}
+    _check(target, pins, forbidden, allow, top, budgets)
     for name in ("shapes", "disk"):
         if name in options:
             raise InputError(
@@ -101,7 +105,7 @@ def plan(
         Subject(task=task, fresh=fresh),
         planned,
         where,
-        asked=asked_of(pins, forbidden),
+        asked=asked_of(pins, forbidden, allow),
         top=top,
         verify=verify,
         device_gb=device_gb,
@@ -112,7 +116,12 @@ def plan(
 
 
 def _check(
-    target: Any, pins: Any, forbidden: Any, top: int, budgets: Mapping[str, float | None]
+    target: Any,
+    pins: Any,
+    forbidden: Any,
+    allow: Any,
+    top: int,
+    budgets: Mapping[str, float | None],
 ) -> None:
     """Refuse what is another thing than what is asked for.
 
@@ -123,7 +132,12 @@ def _check(
         raise InputError(
             f"plan: target is {target!r}; give it as text, as 'h100:1x8', or as parse_target has it"
         )
-    for name, given, example in (("pins", pins, "tensor=4"), ("forbidden", forbidden, "ring")):
+    several = {
+        "pins": (pins, "tensor=4"),
+        "forbidden": (forbidden, "ring"),
+        "allow": (allow, "reduction=bfloat16"),
+    }
+    for name, (given, example) in several.items():
         if isinstance(given, str):
             raise InputError(f"plan: {name} is the text '{given}'; give several, as ['{example}']")
     if top < 1:

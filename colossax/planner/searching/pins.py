@@ -1,6 +1,6 @@
-"""What people pin and forbid, read."""
+"""What people pin, forbid and allow, read."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from colossax.config import MESH_AXES, nearest
 from colossax.errors import InputError
@@ -9,14 +9,25 @@ from colossax.planner.searching.meshes import AXES
 
 _SEARCHED = tuple(axis.value for axis in AXES)
 
+STATE = "state"
 
-def asked_of(pins: Iterable[str], forbidden: Iterable[str]) -> Asked:
-    """What `--pin` and `--forbid` ask for.
+LEAVES: Mapping[str, tuple[str, ...]] = {
+    STATE: ("mixed", "bfloat16", "8bit"),
+    "reduction": ("bfloat16",),
+    "accumulation": ("bfloat16",),
+}
+"""What may be allowed: the optimizer's moments, gradients as devices sum them, and as they are
+summed over microbatches."""
+
+
+def asked_of(pins: Iterable[str], forbidden: Iterable[str], allow: Iterable[str] = ()) -> Asked:
+    """What `--pin`, `--forbid` and `--allow` ask for.
 
     Args:
         pins: `tensor=4`, the size of a mesh axis; or `embed=fsdp`, `embed=fsdp+data`, the axes over
             which parameters' dim is split.
         forbidden: Mesh axes.
+        allow: `state=bfloat16`; see `leaves_of`.
 
     Raises:
         InputError: They name no axis that is searched, or contradict one another.
@@ -43,7 +54,7 @@ def asked_of(pins: Iterable[str], forbidden: Iterable[str]) -> Asked:
     for axis in sorted(left_out):
         check_axis(axis, "--forbid")
         _check_apart(axis, sizes, dims)
-    return Asked(sizes=sizes, forbidden=left_out, dims=dims)
+    return Asked(sizes=sizes, forbidden=left_out, dims=dims, allowed=leaves_of(allow))
 
 
 def _check_apart(axis: str, sizes: dict[str, int], dims: dict[str, tuple[str, ...]]) -> None:
@@ -65,3 +76,25 @@ def check_axis(axis: str, where: str) -> None:
             f"{where}: '{axis}' is no mesh axis that is searched{nearest(axis, _SEARCHED)}; these"
             f" are {', '.join(_SEARCHED)}"
         )
+
+
+def leaves_of(texts: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """What `--allow` says: `state=bfloat16`, several divided by commas or given one by one.
+
+    Raises:
+        InputError: It names no setting or value that can be allowed.
+    """
+    found: dict[str, tuple[str, ...]] = {}
+    for text in (part for given in texts for part in given.split(",")):
+        name, equals, value = text.partition("=")
+        if not equals or not name or not value:
+            raise InputError(f"--allow: found '{text}'; write it NAME=VALUE, as state=bfloat16")
+        if name not in LEAVES:
+            raise InputError(
+                f"--allow: '{name}' is nothing that can be allowed{nearest(name, LEAVES)}; these"
+                f" are {', '.join(LEAVES)}"
+            )
+        if value not in LEAVES[name]:
+            raise InputError(f"--allow {name}: found '{value}'; give {' or '.join(LEAVES[name])}")
+        found[name] = (*found.get(name, ()), value)
+    return found

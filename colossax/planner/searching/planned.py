@@ -55,12 +55,14 @@ class Planned:
         seconds: Of a step, with collectives as they were compiled.
         found: What the compiled program says; None where it was not compiled.
         why_not_first: Against the first; empty for that.
+        by_leave: What of it changes values, as options of `train`; nothing unless it was allowed.
     """
 
     candidate: Candidate | IslandCandidate
     seconds: Seconds
     found: Compiled | None
     why_not_first: str = ""
+    by_leave: tuple[str, ...] = ()
 
     @property
     def plan(self) -> Plan:
@@ -97,6 +99,7 @@ class Planned:
             "fits": True,  # by formula where it is not verified
             "verified": self.found is not None,
             "why_not_first": self.why_not_first,
+            "by_leave": list(self.by_leave),
         }
 
 
@@ -166,6 +169,12 @@ def plan_run(
     """
     check_shapes(subject.task)
     check_host(plan, host_gb)
+    if asked.allowed:
+        from colossax.planner.searching.allowing import plan_allowed
+
+        given = {"verify": verify, "device_gb": device_gb, "processes": processes, "rates": rates}
+        whole = {**given, "host_gb": host_gb, "asked": asked, "top": top, "tell": tell}
+        return plan_allowed(plan_run, subject, plan, target, **whole)
     if target.mixed:
         from colossax.planner.searching.islands_planned import plan_islands
 

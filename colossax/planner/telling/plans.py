@@ -30,7 +30,8 @@ def describe_plans(title: str, answer: Answer, out: str | None) -> str:
     if out is None:
         rows += ["", "to train with it: add --out plan.json here, and --plan plan.json there"]
     else:
-        rows += ["", f"written to {out}; train with --plan {out}"]
+        train = " ".join([f"--plan {out}", *first.by_leave])
+        rows += ["", f"written to {out}; train with {train}"]
     return "\n".join(rows) + "\n"
 
 
@@ -65,7 +66,7 @@ def _table(answer: Answer) -> list[str]:
     rows = [("plan", "a step", "memory", "why not first")]
     rows += [
         (
-            f"{one.candidate.label}",
+            " ".join([one.candidate.label, *one.by_leave]),
             time_words(one.seconds.total),
             size_words(one.total_bytes),
             one.why_not_first or "-",
@@ -87,7 +88,8 @@ def size_words(count: float) -> str:
 
 def words(one: Planned) -> str:
     """A plan in a sentence."""
-    return f"{mesh_words(one.plan)}, {one.candidate.words}; {told(one.candidate)}"
+    leave = f"; by leave: {', '.join(one.by_leave)}" if one.by_leave else ""
+    return f"{mesh_words(one.plan)}, {one.candidate.words}; {told(one.candidate)}{leave}"
 
 
 def mesh_words(plan: Plan) -> str:
