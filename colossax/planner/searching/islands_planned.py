@@ -64,8 +64,7 @@ def plan_islands(
         return answer_of(plans, scored, 0, _room(plans[0], found[0][1], rooms), "")
     proving = _Proving(subject, profile, plan, target, rooms, processes, tell)
     waiting = list(found) if verify else []
-    while waiting and len(proving.proved) < top and proving.tried < _TRIED * top:
-        count = top - len(proving.proved)
+    while waiting and proving.tried < _TRIED * top and (count := top - len(proving.proved)) > 0:
         proving.take(waiting[:count])
         waiting = waiting[count:]
     if not proving.proved:
@@ -170,7 +169,7 @@ class _Proving:
         off = [size - said for size, said in zip(sizes, one.predicted.stages, strict=True)]
         chunks = chunks_of(self._profile, self._plan)
         changed, _ = layout.best(self._rooms, chunks=chunks, off=off)
-        return None if changed is None or changed.plan == one.plan else changed
+        return changed if changed is not None and changed.plan != one.plan else None
 
 
 def _shown(sizes: Sequence[float]) -> str:
