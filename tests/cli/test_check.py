@@ -20,12 +20,13 @@ import pytest
 
 import colossax
 from colossax import versions
-from colossax.cli import check, machine, main, trials
+from colossax.cli import check, machine, main
 from colossax.cli.kernels import kernel_choices
 from colossax.pallas import Target, int4_matmul, paged_attention, sparse_matmul
 from colossax.pallas.attention import proof as attention_proof
 from colossax.pallas.grouped_matmul import proof as grouped_proof
 from colossax.pallas.proof import Outcome, Verdict, prover
+from colossax.sharding.collectives import trials
 from tests.launching import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -199,7 +200,8 @@ def test_nothing_follows_a_collective_that_hangs(monkeypatch, capsys):
 HANGING = """
 import sys, time
 import jax
-from colossax.cli import check, main, trials
+from colossax.cli import check, main
+from colossax.sharding.collectives import trials
 
 def hangs(x, axis):
     wait = lambda i: time.sleep(120 * (i == 1)) or i

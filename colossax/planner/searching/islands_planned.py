@@ -64,8 +64,7 @@ def plan_islands(
         return answer_of(plans, scored, 0, _room(plans[0], found[0][1], rooms), "")
     proving = _Proving(subject, profile, plan, target, rooms, processes, tell)
     waiting = list(found) if verify else []
-    while waiting and proving.tried < _TRIED * top and len(proving.proved) < top:
-        count = top - len(proving.proved)
+    while waiting and proving.tried < _TRIED * top and (count := top - len(proving.proved)) > 0:
         proving.take(waiting[:count])
         waiting = waiting[count:]
     if not proving.proved:
