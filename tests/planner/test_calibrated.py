@@ -189,8 +189,8 @@ def test_collectives_of_a_program_take_what_was_measured():
     assert ratio({**one, "axis": "groups of 8"}, sizes, NODE, rates) == 1.0
     before = Seconds(compute=1.0, waited=9.0, beside=9.0)
     found = {"collectives": [one]}
-    assert true_seconds(before, found).waited == 0.25
-    slow = true_seconds(before, found, lambda each: ratio(each, sizes, NODE, rates))
+    assert true_seconds(before, found, NODE).waited == 0.25
+    slow = true_seconds(before, found, NODE, lambda each: ratio(each, sizes, NODE, rates))
     assert (slow.waited, slow.beside) == pytest.approx((0.535, 0.535))
 
 
