@@ -73,7 +73,6 @@ def test_options_of_serving_are_refused_beside_training(capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.catches("a-plan-of-a-file-is-not-read")
 @pytest.mark.catches("a-mesh-by-hand-is-not-served")
 def test_what_is_found_generates_the_same_tokens(tmp_path, monkeypatch, capsys):
     """By a plan in a file, and by one that is found for GPUs that are only said to be there."""
@@ -120,6 +119,17 @@ def stored():
     """What is known of a checkpoint."""
     config = LlamaConfig(vocab=64, embed=64, layers=2, heads=8, kv_heads=8, mlp=128, max_seq=256)
     return types.SimpleNamespace(plan=Plan(), make_model=maker(config), embeds=False)
+
+
+@pytest.mark.catches("a-plan-of-a-file-is-not-read")
+def test_a_plan_of_a_file_is_taken_and_values_are_put_over_it(stored, tmp_path):
+    path = tmp_path / "plan.json"
+    path.write_text(Plan(mesh={"tensor": 8}).to_json(), "utf-8")
+    given = [("plan.precision.params", "bfloat16")]
+    plan = plan_asked(argparse.Namespace(plan=str(path)), given, stored)
+    assert plan.mesh == {"tensor": 8}
+    assert plan.precision.params == "bfloat16"
+    assert plan_asked(argparse.Namespace(plan=None), [], stored) == stored.plan
 
 
 @pytest.mark.catches("a-servers-seats-are-shared")
