@@ -164,7 +164,11 @@ def _generate(args: argparse.Namespace, overrides: list[Override]) -> int:
         request.check(vocab=stored.config.vocab, slots=limit, reads=reads)
         requests.append(request)
     longest = max(len(one.prompt) + one.max_tokens for one in requests)
-    asked_for = {"seats": len(requests), "context": min(longest, limit), "unroll": False}
+    from colossax.inference.engine.sizing import SEATS, SLOTS
+
+    # At most what the engine of any mesh takes for these, see `sizes_for`.
+    seats, context = 1 << (min(len(requests), SEATS) - 1).bit_length(), -(-longest // SLOTS) * SLOTS
+    asked_for = {"seats": seats, "of_each": True, "context": min(context, limit), "unroll": False}
     plan = plan_asked(args, overrides, stored, **asked_for)
     devices = choose_devices(args.devices)
     texts = [None] * len(requests) if reads.longest is not None else args.prompt

@@ -39,13 +39,13 @@ def run(_verb: str, args: argparse.Namespace, overrides: list[Override]) -> int:
         rates=calibrated_by(args.rates, target, plan),
         tell=lambda line: tell(f"{line}\n"),
     )
+    _write(args, answer)
     if args.json:
         facts = {"recipe": name, "target": target.name, "scored": answer.scored}
         facts |= {"rates": answer.rates} if answer.rates else {}
         put(json.dumps({**facts, "plans": [one.to_json() for one in answer.plans]}) + "\n")
     else:
         put(describe_plans(f"{name} on {target.name}", answer, args.out))
-    _write(args, answer)
     return 0
 
 

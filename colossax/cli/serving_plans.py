@@ -16,7 +16,17 @@ from colossax.tasks import TrainConfig
 _OPTIONS = {"context": None, "seats": None, "latency_ms": None, "weights": "own", "cache": "own"}
 """Of `--serve` alone, and what they are where nobody gives them."""
 
-_UNCOUNTED = ("draft", "keeps", "keep", "window_rings", "adapter", "host_pages", "outliers", "pool")
+_UNCOUNTED = (
+    "draft",
+    "keeps",
+    "keep",
+    "window_rings",
+    "adapter",
+    "host_pages",
+    "outliers",
+    "pool",
+    "pages",
+)
 """Options of `generate` and `serve` that change what an engine needs in ways no formula knows."""
 
 
@@ -50,8 +60,11 @@ def check_serving(args: argparse.Namespace) -> None:
     given = [name for name, default in _OPTIONS.items() if getattr(args, name) != default]
     if given and not args.serve:
         raise InputError(f"--{given[0].replace('_', '-')}: is of plans for serving; add --serve")
-    if args.serve and args.plot:
-        raise InputError("--plot: draws plans for training; leave it out beside --serve")
+    for name in ("plot", "host_gb", "rates", "allow") if args.serve else ():
+        if getattr(args, name):
+            raise InputError(
+                f"--{name.replace('_', '-')}: is of plans for training; leave it out beside --serve"
+            )
 
 
 def run_serving(args: argparse.Namespace, overrides: Sequence[Override], given: Any) -> int:

@@ -100,20 +100,21 @@ def find_plan(
     if measured is not None:
         rates = calibrated(measured, target, plan, "plan auto, rates as bench links has them")
         tell(rates.line)
+    host_gb = _host_gb(plan, target, there=memory is not None)
     answer = plan_run(
         subject,
         plan.replace(offload=offload),
         target,
         asked=_pinned(plan, target) if mesh_given else NOTHING_ASKED,
         device_gb=device_budget(plan.offload.device_gb, known) / 1e9,
-        host_gb=_host_gb(plan, target, there=memory is not None),
+        host_gb=host_gb,
         rates=rates,
         tell=tell,
     )
     tell(f"plan auto, {target.name}: {found_words(answer)}")
     changed = over(answer.best)
     if changed != answer.best:
-        _check_changed(subject, changed, target, answer, tell)
+        _check_changed(subject, changed, target, answer, host_gb, tell)
     return changed
 
 
@@ -188,7 +189,12 @@ def _pinned(plan: Plan, target: Target) -> Asked:
 
 
 def _check_changed(
-    subject: Subject, changed: Plan, target: Target, answer: Answer, tell: Tell
+    subject: Subject,
+    changed: Plan,
+    target: Target,
+    answer: Answer,
+    host_gb: float | None,
+    tell: Tell,
 ) -> None:
     """Refuse a plan that what is given by hand makes too large.
 
@@ -204,5 +210,11 @@ def _check_changed(
         raise PlanError(
             f"{said}{total / 2**30:.2f} GiB compiled, of {answer.room / 2**30:.2f} that a step may"
             " take; leave it out, or give the mesh too (--plan.mesh)"
+        )
+    there = found["host_bytes"]
+    if host_gb is not None and there > host_gb * 1e9:
+        raise PlanError(
+            f"{said}{there / 1e9:.2f} GB of the host for each device, of {host_gb:.2f} that it may"
+            " take; leave it out, or give more (--plan.offload.host_gb)"
         )
     tell(f"{said}{total / 2**30:.2f} GiB compiled, fits")

@@ -51,7 +51,10 @@ def test_a_serving_plan_is_told_and_written(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--plot", "x.png"], "--plot: draws plans for training; leave it out beside --serve"),
+        (["--plot", "x.png"], "--plot: is of plans for training; leave it out beside --serve"),
+        (["--host-gb", "9"], "--host-gb: is of plans for training"),
+        (["--rates", "x.json"], "--rates: is of plans for training"),
+        (["--allow", "state=bfloat16"], "--allow: is of plans for training"),
         (["--weights", "kept"], "--weights kept: are those of a folder that was imported"),
         (["--weights", "int9"], "weights: found 'int9'; give own, int8"),
         (["--cache", "int9"], "--cache: found 'int9'; give own, int8 or fp8"),

@@ -78,11 +78,12 @@ def profile():
 @pytest.fixture
 def by_formula(monkeypatch, profile):
     """Nothing is compiled but what is given by hand; its bytes can be set."""
-    sizes = types.SimpleNamespace(total=1e9, plans=[])
+    sizes = types.SimpleNamespace(total=1e9, host=0, plans=[])
 
     def compiled(subject, plans, target, processes):
         sizes.plans += plans
-        return [{"device_bytes": {"total": sizes.total}, "collectives": []} for _ in plans]
+        facts = {"host_bytes": sizes.host, "collectives": []}
+        return [{"device_bytes": {"total": sizes.total}, **facts} for _ in plans]
 
     monkeypatch.setattr(auto, "plan_run", functools.partial(plan_run, verify=False))
     monkeypatch.setattr(auto, "compiled", compiled)
@@ -140,6 +141,7 @@ def test_the_budget_is_what_is_there_or_what_is_given(by_formula):
         find(given, memory=10**9)
 
 
+@pytest.mark.catches("host-memory-by-hand-is-not-counted")
 @pytest.mark.catches("auto-leaves-host-memory-alone")
 def test_host_memory_is_used_where_offload_is_auto(by_formula, profile):
     plan = recipe("llama_tiny").plan
@@ -160,6 +162,14 @@ def test_host_memory_is_used_where_offload_is_auto(by_formula, profile):
     assert not found.offload.auto
     assert found.offload.host_gb is None
     assert "in host memory " in lines[-1]
+    by_formula.total, by_formula.host = 1e3, 2e9
+    given, over = with_offload(auto=True, host_gb=1.0, **small), Segment(remat="full")
+
+    def by_hand(one):
+        return one.replace(segments=(over,), loss=dataclasses.replace(one.loss, vocab_chunks=4))
+
+    with pytest.raises(PlanError, match=r"2.00 GB of the host for each device, of 1.00 that it"):
+        find(given, mesh_given=True, over=by_hand)
     with pytest.raises(PlanError, match=r"hosts of h100:1x8 have is not known; give how much"):
         find(with_offload(auto=True, **small), mesh_given=True)
 

@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 from colossax.aot import parse_target
-from colossax.config import BatchConfig, OffloadConfig, Plan, Segment
+from colossax.config import BatchConfig, OffloadConfig, Plan, Segment, preset
 from colossax.errors import PlanError
 from colossax.planner.deciding.trial import Trial, with_shares
 from colossax.planner.profiling import profile_task
@@ -126,9 +126,13 @@ def test_no_other_placement_of_a_policy_is_faster(shallow, seed):
     assert best.seconds.total == pytest.approx(min(one.seconds.total for one in fitting))
 
 
-def test_no_other_policy_or_microbatch_is_faster(shallow):
+@pytest.mark.catches("hops-of-every-row")
+@pytest.mark.parametrize(("tensor", "room"), [(1, 24e9), (8, 4e9)])
+def test_no_other_policy_or_microbatch_is_faster(shallow, tensor, room):
     config, profile = shallow
-    mesh, tier = tier_of(profile, config.plan)
+    plan = config.plan.replace(mesh={"tensor": tensor}, rules=preset("zero3+megatron_sp").rules)
+    mesh = OnMesh(dataclasses.replace(profile, rows=64), plan, NODE if tensor > 1 else ONE)
+    tier = Tier(mesh)
     policies = [
         Policy(
             names=names,
@@ -137,10 +141,10 @@ def test_no_other_policy_or_microbatch_is_faster(shallow):
         )
         for names in mesh.policies()
     ]
-    best, _ = best_placed(mesh, policies, (8, 32), 24e9, 40e9)
+    best, _ = best_placed(mesh, policies, (8, 32), room, 40e9)
     every = []
-    for rows, chunks, policy in itertools.product((1, 2, 4, 8), (8, 32), policies):
-        placed = tier.placed(rows, policy, chunks, room=24e9, host=40e9)
+    for rows, chunks, policy in itertools.product((1, 2, 4, 8, 16, 32, 64), (8, 32), policies):
+        placed = tier.placed(rows, policy, chunks, room=room, host=40e9)
         if placed is not None:
             every.append(tier.predicted(rows, [[(LAYERS, policy.names)]], chunks, placed))
     assert best is not None
@@ -196,6 +200,7 @@ def test_host_memory_that_is_said_to_do_does(llama):
         (OffloadConfig(auto=True), None, "give --host-gb"),
         (OffloadConfig(cpu_update=0.5, optimizer=1.0, parameters=1.0), 9.0, "cpu_update: found"),
         (OffloadConfig(clipping="two_pass"), 9.0, "clipping: found two_pass"),
+        (OffloadConfig(optimizer=1.0, disk=1.0), 9.0, "--host-gb finds which of them are to be"),
     ],
 )
 def test_what_a_search_would_lose_is_refused(offload, host_gb, words):

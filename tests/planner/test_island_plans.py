@@ -162,6 +162,7 @@ def test_stages_may_begin_on_another_island(llama):
     assert "on a100_80" in one.words.split("on h100")[0]
 
 
+@pytest.mark.catches("islands-cannot-be-told")
 def test_the_command_plans_for_islands(capsys, tmp_path):
     path = tmp_path / "plan.json"
     words = ["plan", "llama_tiny", "--target", "h100:1x2+a100:1x2", "--no-compile"]
@@ -175,6 +176,8 @@ def test_the_command_plans_for_islands(capsys, tmp_path):
     told = said["plans"][0]["label"]
     assert "layers on " in told and "h100" in told and "a100_80" in told
     assert plot.read_bytes().startswith(b"\x89PNG")
+    assert main(words) == 0
+    assert "layers on " in capsys.readouterr().out.splitlines()[0]
 
 
 def planned(config, target=TARGET, **options):

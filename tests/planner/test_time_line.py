@@ -18,6 +18,7 @@ from colossax.planner.telling.time_line import (
     BESIDE,
     EXPOSED,
     FORWARD,
+    HOST,
     UPDATES,
     WAITED,
     gaps,
@@ -53,10 +54,12 @@ def total(line, kind, row=None):
     return sum(b.seconds for b in line.bars if b.kind == kind and row in (None, b.row))
 
 
+@pytest.mark.catches("transfers-are-not-drawn")
 @pytest.mark.catches("a-time-line-lasts-longer")
 def test_a_step_without_stages_is_all_of_its_seconds(tiny):
     one = found(tiny, "fsdp=4", "tensor=2")
-    seconds = dataclasses.replace(one.seconds, beside=1.5 * one.seconds.compute)
+    compute = one.seconds.compute
+    seconds = dataclasses.replace(one.seconds, beside=1.5 * compute, bus=0.3 * compute)
     one = dataclasses.replace(one, seconds=seconds)
     line = time_line(one)
     apart(line)
@@ -65,6 +68,7 @@ def test_a_step_without_stages_is_all_of_its_seconds(tiny):
     assert total(line, WAITED) == pytest.approx(seconds.waited) and seconds.waited > 0
     assert total(line, EXPOSED) == pytest.approx(seconds.exposed) and seconds.exposed > 0
     assert total(line, BESIDE) == pytest.approx(seconds.beside - seconds.exposed)
+    assert total(line, HOST) == pytest.approx(seconds.bus)
     assert gaps(line, 0) == pytest.approx(0, abs=1e-9 * line.end)
 
 

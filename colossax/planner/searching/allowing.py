@@ -82,7 +82,10 @@ def _combinations(
                 changed, same = _with_state(subject, value)
                 words.append(f"--optimizer.state {value}")
             else:
-                same = getattr(plan.precision, name) == value
+                own_value = getattr(plan.precision, name)
+                if name == "reduction" and own_value is None:  # as what is computed
+                    own_value = plan.precision.compute
+                same = own_value == value
                 field: dict[str, Any] = {name: value}
                 own = own.replace(precision=dataclasses.replace(own.precision, **field))
                 words.append(f"--plan.precision.{name} {value}")

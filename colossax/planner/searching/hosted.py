@@ -68,6 +68,13 @@ class Tier:
             return self._summed
         return self._narrow * self._summed * self._mesh.profile.clips
 
+    def compute(self, names: frozenset[str]) -> float:
+        """Seconds of a step's matmuls under a policy of all layers."""
+        mesh, one_row = self._mesh, self._mesh.tokens(1)
+        kinds = enumerate(mesh.profile.kinds)
+        layers = sum(kind.calls * mesh.compute(at, names, one_row) for at, kind in kinds)
+        return mesh.rows * (layers + mesh.ends(one_row))
+
     def placed(
         self,
         rows: int,
@@ -99,7 +106,7 @@ class Tier:
             least = np.maximum(least, over / own_bytes if own_bytes else most)
         of_optimizer = np.minimum(np.ceil(np.maximum(least, 0) - 1e-9), layers + 1)
         used = of_parameters * self.parameters + of_optimizer * own + of_kept * kept
-        beside = self._mesh.rows * policy.seconds
+        beside = self.compute(policy.names)
         seconds = self._bus(of_parameters, of_optimizer, of_kept, kept, count, beside)
         seconds = np.where((of_optimizer <= layers) & (used <= host), seconds, np.inf)
         at = np.unravel_index(np.lexsort((used.ravel(), seconds.ravel()))[0], seconds.shape)
@@ -231,8 +238,7 @@ def best_placed(
     for rows in divisors(mesh.rows)[-profile.whole :]:
         for pieces, policy in itertools.product(chunks, policies):
             scored += 1
-            compute = mesh.rows * policy.seconds
-            if best is not None and compute >= best.seconds:
+            if best is not None and tier.compute(policy.names) >= best.seconds:
                 continue
             placed = tier.placed(rows, policy, pieces, room=room, host=host)
             if placed is None:
@@ -319,6 +325,11 @@ def check_host(plan: Plan, host_gb: float | None) -> None:
         raise PlanError(
             f"plan.offload.clipping: found {offload.clipping}, of which it is not known what it"
             " takes; give stack or layer, and put another over the plan that is found"
+        )
+    if placed and not offload.auto:
+        raise PlanError(
+            "plan.offload: layers are in host memory or updated one by one, and --host-gb finds"
+            " which of them are to be; leave one of the two out (--plan.offload none)"
         )
 
 

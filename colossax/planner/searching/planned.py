@@ -327,9 +327,11 @@ class _Proving:
         """The same mesh by what its program said; None where that changes nothing."""
         off = found["device_bytes"]["total"] - one.predicted.bytes.total
         left = self._room - found["device_bytes"]["total"]
-        if 0 <= left < _WORTH * self._room:
+        more = 0.0 if self._host is None else found["host_bytes"] - one.predicted.host
+        if 0 <= left < _WORTH * self._room and found["host_bytes"] <= (self._host or math.inf):
             return None
-        budgets = {"room": self._room - off, "host": self._host}
+        host = None if self._host is None else self._host - max(0.0, more)
+        budgets = {"room": self._room - off, "host": host}
         changed = again(self._profile, one, self._target, rates=self._rates, **budgets)
         return None if changed is None or changed.plan == one.plan else changed
 
@@ -361,7 +363,7 @@ def _enough(
             ways.append(f"--device-gb {enough:.1f} (the least that fits it by formula)")
         else:
             ways.append(f"GPUs of which it may take {enough:.1f} GB (the least, by formula)")
-    if host is not None:
+    if host and not found.candidates:
         ways.append(f"--host-gb {host:.1f} (of host memory for each; by formula it then fits)")
     ways.append("shorter rows")
     none = "" if larger else f"; no number of them up to {MAX_DEVICES} fits it by formula"

@@ -340,7 +340,8 @@ def told(one: Any) -> str:
         + {"full": " recompute all", "none": " keep all"}.get(part.remat, f" keep {part.remat}")
         for part in plan.segments
     ]
-    layers += [one.way.placed.shown] if one.way.placed and one.way.placed.shown else []
+    placed = one.way.placed if isinstance(one, Candidate) else None
+    layers += [placed.shown] if placed and placed.shown else []
     return (
         f"{rows} row{'s' if rows != 1 else ''} of each device at a time,"
         f" {count} time{'s' if count != 1 else ''} a step; {', '.join(layers)}"

@@ -194,7 +194,8 @@ def plan_serving(
         short = found.least is not None and found.soonest is None
         searched = functools.partial(search_serving, profile, plan, room=room, wish=wish)
         more = (one for one in _larger(target) if searched(one, staged=staged).candidates)
-        raise PlanError(_nothing(target, found, room, wish, next(more, None) if short else None))
+        enough = next(more, None) if short else None
+        raise PlanError(_nothing(target, found, room, wish, enough, served.weights))
     if not verify:
         plans = [_planned(profile, one, None) for one in found.candidates[:top]]
         return _answer(plans, found, room)
@@ -313,7 +314,12 @@ def _larger(target: Target) -> list[Target]:
 
 
 def _nothing(
-    target: Target, found: FoundServing, room: float, wish: Wish, more: Target | None
+    target: Target,
+    found: FoundServing,
+    room: float,
+    wish: Wish,
+    more: Target | None,
+    weights: str,
 ) -> str:
     """That nothing is found, with what would do."""
     least, soonest = found.least, found.soonest
@@ -334,11 +340,12 @@ def _nothing(
         )
     needs = least.bytes.total
     enough = f"{more.name} (the fewest of these GPUs that fit it by formula), " if more else ""
+    ways = "fewer seats, " * (wish.seats is not None) + "a shorter --context"
+    codes = ", or weights in codes (--weights int8)" if weights == "own" else ""
     return (
         f"plan --serve: nothing fits {room / _GIB:.1f} GiB of each of {target.size}"
         f" {target.gpu.name}; {least.label} needs least, {needs / _GIB:.1f} GiB by formula; give"
-        f" {enough}a shorter --context, or weights in codes"
-        " (--weights int8)"
+        f" {enough}{ways}{codes}"
     )
 
 

@@ -42,14 +42,16 @@ def found_words(answer: Answer) -> str:
     return (
         f"{words(first)}; {time_words(first.seconds.total)} a step by formula,"
         f" {size_words(first.total_bytes)} {source} of {answer.room / _GIB:.1f} GiB that a step"
-        " may take"
+        f" may take{_of_host(first)}"
     )
 
 
 def _memory(one: Planned, room: float) -> str:
-    return _device(one, room) + (
-        f"; {size_words(one.host_bytes)} of the host" if one.host_bytes else ""
-    )
+    return _device(one, room) + _of_host(one)
+
+
+def _of_host(one: Planned) -> str:
+    return f"; {size_words(one.host_bytes)} of the host" if one.host_bytes else ""
 
 
 def _device(one: Planned, room: float) -> str:

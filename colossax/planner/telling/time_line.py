@@ -10,7 +10,7 @@ from colossax.planner.searching.island_layouts import IslandPrediction
 from colossax.planner.searching.planned import Planned
 
 COMPUTE, EXPOSED, WAITED = "compute", "sticks out of compute", "waited for"
-BESIDE, UPDATES = "beside compute", "updates and sums"
+BESIDE, UPDATES, HOST = "beside compute", "updates and sums", "host memory waited for"
 FORWARD, BACKWARD = "forward", "backward"
 
 _KINDS = {Kind.FORWARD: FORWARD}
@@ -74,12 +74,14 @@ def _of_microbatches(one: Planned) -> TimeLine:
         for kind, total in parts.items():
             bars.append(Bar(row=0, start=at, seconds=total / count, kind=kind))
             at += total / count
-    bars.append(Bar(row=0, start=at, seconds=seconds.memory + seconds.fixed, kind=UPDATES))
+    ends = seconds.memory + seconds.fixed
+    bars.append(Bar(row=0, start=at, seconds=ends, kind=UPDATES))
+    bars.append(Bar(row=0, start=at + ends, seconds=seconds.bus, kind=HOST))
     times = f"{count} microbatch{'es' if count > 1 else ''}"
     return TimeLine(
         rows=("device", "links"),
         bars=tuple(bar for bar in bars if bar.seconds > 0),
-        kinds=(COMPUTE, EXPOSED, WAITED, BESIDE, UPDATES),
+        kinds=(COMPUTE, EXPOSED, WAITED, BESIDE, UPDATES, *([HOST] if seconds.bus else [])),
         note=f"{times}; collectives of each are drawn behind its compute",
     )
 
