@@ -166,10 +166,10 @@ def _generate(args: argparse.Namespace, overrides: list[Override]) -> int:
     longest = max(len(one.prompt) + one.max_tokens for one in requests)
     from colossax.inference.engine.sizing import SEATS, SLOTS
 
-    # At most what the engine of any mesh takes for these, see `sizes_for`.
+    # What engines of any mesh take for these, see `sizes_for`.
     seats, context = 1 << (min(len(requests), SEATS) - 1).bit_length(), -(-longest // SLOTS) * SLOTS
-    asked_for = {"seats": seats, "of_each": True, "context": min(context, limit), "unroll": False}
-    plan = plan_asked(args, overrides, stored, **asked_for)
+    asked_for = {"seats": seats, "of_each": len(requests) > SEATS, "context": min(context, limit)}
+    plan = plan_asked(args, overrides, stored, **asked_for, unroll=False)
     devices = choose_devices(args.devices)
     texts = [None] * len(requests) if reads.longest is not None else args.prompt
     for name, results in _continued(args, stored, plan, devices, requests):
