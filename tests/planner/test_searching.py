@@ -273,9 +273,12 @@ def test_no_plan_over_its_host_memory_is_named(llama, monkeypatch, factor):
     assert answer.plans[0].to_json()["host_bytes"] == answer.plans[0].host_bytes
     # Programs leave a tenth of the device, and what they told lets more stay there.
     assert answer.plans[0].total_bytes > 0.85 * answer.room
-    monkeypatch.setattr(planned, "compiled", Compiler(profile, host_factor=1.2))
-    with pytest.raises(PlanError, match="nothing that is searched fits"):
-        plan_run(Subject.of(config), config.plan, one, host_gb=90.0, top=1, processes=1)
+    # Where they need more of the host, less is placed there.
+    compiler = Compiler(profile, host_factor=1.2)
+    monkeypatch.setattr(planned, "compiled", compiler)
+    answer = plan_run(Subject.of(config), config.plan, one, host_gb=90.0, top=1, processes=1)
+    assert any(1.2 * predict(profile, each, one).host > 90e9 for each in compiler.plans)
+    assert 0 < answer.plans[0].host_bytes <= 90e9
 
 
 @pytest.mark.catches("refused-is-named")
