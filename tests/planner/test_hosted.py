@@ -17,6 +17,7 @@ from colossax.errors import PlanError
 from colossax.planner.deciding.trial import Trial, with_shares
 from colossax.planner.profiling import profile_task
 from colossax.planner.searching import Subject, plan_run, predict
+from colossax.planner.searching.bounds import divisors
 from colossax.planner.searching.hosted import Tier, best_placed
 from colossax.planner.searching.policies import Policy
 from colossax.planner.searching.predicting import OnMesh
@@ -127,26 +128,29 @@ def test_no_other_placement_of_a_policy_is_faster(shallow, seed):
 
 
 @pytest.mark.catches("hops-of-every-row")
-@pytest.mark.parametrize(("tensor", "room"), [(1, 24e9), (8, 4e9)])
-def test_no_other_policy_or_microbatch_is_faster(shallow, tensor, room):
+@pytest.mark.parametrize(("name", "tensor", "room"), [("llama3_8b", 1, 24e9), ("qwen", 8, 6e9)])
+def test_no_other_policy_or_microbatch_is_faster(shallow, name, tensor, room):
     config, profile = shallow
+    if name == "qwen":  # narrow, so that messages along `tensor` take longer than matmuls
+        config = recipe("qwen3_0p6b")
+        profile = profile_task(task_of(config), config.plan, NODE)
     plan = config.plan.replace(mesh={"tensor": tensor}, rules=preset("zero3+megatron_sp").rules)
-    mesh = OnMesh(dataclasses.replace(profile, rows=64), plan, NODE if tensor > 1 else ONE)
-    tier = Tier(mesh)
+    mesh = OnMesh(profile, plan, NODE if tensor > 1 else ONE)
+    tier, calls, one_row = Tier(mesh), profile.kinds[0].calls, mesh.tokens(1)
     policies = [
         Policy(
             names=names,
-            seconds=LAYERS * mesh.layer_seconds(0, names, mesh.tokens(1)),
-            bytes=LAYERS * mesh.kept(0, names, mesh.tokens(1)),
+            seconds=calls * mesh.layer_seconds(0, names, one_row),
+            bytes=calls * mesh.kept(0, names, one_row),
         )
         for names in mesh.policies()
     ]
-    best, _ = best_placed(mesh, policies, (8, 32), room, 40e9)
+    best, _ = best_placed(mesh, policies, (8, 32), room, 1e12)
     every = []
-    for rows, chunks, policy in itertools.product((1, 2, 4, 8, 16, 32, 64), (8, 32), policies):
-        placed = tier.placed(rows, policy, chunks, room=room, host=40e9)
+    for rows, chunks, policy in itertools.product(divisors(mesh.rows), (8, 32), policies):
+        placed = tier.placed(rows, policy, chunks, room=room, host=1e12)
         if placed is not None:
-            every.append(tier.predicted(rows, [[(LAYERS, policy.names)]], chunks, placed))
+            every.append(tier.predicted(rows, [[(calls, policy.names)]], chunks, placed))
     assert best is not None
     assert best.seconds == min(one.seconds.total for one in every)
 

@@ -279,6 +279,9 @@ def test_no_plan_over_its_host_memory_is_named(llama, monkeypatch, factor):
     answer = plan_run(Subject.of(config), config.plan, one, host_gb=90.0, top=1, processes=1)
     assert any(1.2 * predict(profile, each, one).host > 90e9 for each in compiler.plans)
     assert 0 < answer.plans[0].host_bytes <= 90e9
+    monkeypatch.setattr(planned, "compiled", Compiler(profile, host_factor=9.0))
+    with pytest.raises(PlanError, match="nothing that is searched fits"):
+        plan_run(Subject.of(config), config.plan, one, host_gb=90.0, top=1, processes=1)
 
 
 @pytest.mark.catches("refused-is-named")
