@@ -164,12 +164,8 @@ def _generate(args: argparse.Namespace, overrides: list[Override]) -> int:
         request.check(vocab=stored.config.vocab, slots=limit, reads=reads)
         requests.append(request)
     longest = max(len(one.prompt) + one.max_tokens for one in requests)
-    from colossax.inference.engine.sizing import SEATS, SLOTS
-
-    # What engines of any mesh take for these, see `sizes_for`.
-    seats, context = 1 << (min(len(requests), SEATS) - 1).bit_length(), -(-longest // SLOTS) * SLOTS
-    asked_for = {"seats": seats, "of_each": len(requests) > SEATS, "context": min(context, limit)}
-    plan = plan_asked(args, overrides, stored, **asked_for, unroll=False)
+    sizes = (len(requests), longest, limit)
+    plan = plan_asked(args, overrides, stored, requests=sizes, unroll=False)
     devices = choose_devices(args.devices)
     texts = [None] * len(requests) if reads.longest is not None else args.prompt
     for name, results in _continued(args, stored, plan, devices, requests):

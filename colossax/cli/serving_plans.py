@@ -152,7 +152,8 @@ def plan_asked(
         args: With `plan`.
         overrides: Put over it.
         stored: The checkpoint.
-        engine: For `auto`: `seats` and `of_each` of `Wish`, the rest of `Served`.
+        engine: For `auto`: `seats` and `of_each` of `Wish`, the rest of `Served`; or `requests`,
+            see `for_requests`.
 
     Raises:
         InputError: The file holds no plan; for `auto`, see `target_here` and `plan_serving`.
@@ -171,7 +172,7 @@ def _found(
     from colossax.cli.devices import choose_devices
     from colossax.cli.generate import Options
     from colossax.offload import device_memory
-    from colossax.planner.auto import find_serving_plan, target_here
+    from colossax.planner.auto import find_serving_plan, for_requests, target_here
     from colossax.planner.serving import Served, Wish
 
     if stored.embeds:
@@ -191,6 +192,8 @@ def _found(
             f"--plan auto: what --{name.replace('_', '-')} needs is not counted yet; give the mesh"
             " by hand (--plan.mesh), or leave it out"
         )
+    if "requests" in engine:
+        engine |= for_requests(*engine.pop("requests"))
     wish = Wish(**{name: engine.pop(name) for name in ("seats", "of_each") if name in engine})
     return find_serving_plan(
         Served(make_model=stored.make_model, weights=args.weights, **engine),

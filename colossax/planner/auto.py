@@ -10,7 +10,7 @@ import jax
 from colossax.aot import Target, gpu_keys, parse_target
 from colossax.config import MESH_AXES, Plan
 from colossax.errors import InputError, PlanError
-from colossax.inference.engine.sizing import SHARE
+from colossax.inference.engine.sizing import SEATS, SHARE, SLOTS
 from colossax.offload.limits import device_budget, host_budget
 from colossax.pipeline.measured import LinkTimes
 from colossax.planner.searching import AXES, Answer, Asked, Subject, plan_run
@@ -133,6 +133,19 @@ def _host_gb(plan: Plan, target: Target, *, there: bool) -> float | None:
         )
     devices = jax.devices() if there else []
     return host_budget(plan.offload.host_gb, devices, None if there else target) / 1e9
+
+
+def for_requests(count: int, longest: int, limit: int) -> dict[str, Any]:
+    """Seats, and tokens of a request, of engines for requests that are all known; see `sizes_for`.
+
+    Args:
+        count: Of them.
+        longest: Tokens of the longest.
+        limit: That the model can.
+    """
+    seats = 1 << (min(count, SEATS) - 1).bit_length()
+    context = min(-(-longest // SLOTS) * SLOTS, limit)
+    return {"seats": seats, "of_each": count > SEATS, "context": context}
 
 
 def find_serving_plan(

@@ -216,7 +216,7 @@ def changed(text, **fields):
     return json.dumps({**json.loads(text), **fields})
 
 
-@pytest.mark.parametrize("how", quick_first(DAMAGED, 3))
+@pytest.mark.parametrize("how", quick_first(DAMAGED, 6))
 def test_a_damaged_entry_is_ignored_and_written_again(quick, entries, how):
     first = quick(tiny(device_gb=0.5))
     (entry,) = entries()

@@ -160,7 +160,7 @@ SILENT = ["ddp", "zero1", "zero2", "zero3", "zero3+megatron", "zero3+megatron_sp
 
 
 @pytest.mark.parametrize(
-    "family, name", quick_first(itertools.product(TINY, SILENT), quick=3 * len(SILENT) - 1)
+    "family, name", quick_first(itertools.product(TINY, SILENT), quick=6 * len(SILENT) - 1)
 )
 def test_own_models_are_split_without_a_word(family, name):
     mesh = {"zero3+megatron": {"fsdp": 2, "tensor": 2}, "usp": {"ring": 2, "ulysses": 2}}

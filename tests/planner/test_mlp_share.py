@@ -114,9 +114,10 @@ def test_bytes_of_a_layer_are_those_that_streaming_counts(devices, names, pieces
     ("plan", "settings"),
     [
         (plan_of(dataclasses.replace(AUTO, offload="mlp")), {"fixed_bytes": 0}),
-        (
+        pytest.param(
             plan_of(dataclasses.replace(AUTO, offload="mlp+input+parameters")),
             {"bytes_per_s": SLOW.both_ways_bytes_per_s},
+            marks=pytest.mark.sweep,
         ),
         (
             plan_of(offload=OffloadConfig(parameters=0.5)),

@@ -55,14 +55,19 @@ FAMILIES = {"llama": SMALL, "mixture": MIXED, "latent": caches.LATENT, "sinks": 
 @pytest.mark.parametrize(
     ("name", "mesh"),
     [
-        ("llama", {"tensor": 8}),  # more than kv heads: those are whole
-        ("llama", {"fsdp": 2, "tensor": 4}),
         ("llama", {"ring": 2, "tensor": 4}),
-        ("llama", {"data": 4, "tensor": 2}),
-        ("mixture", {"expert": 8}),
         ("mixture", {"expert": 2, "fsdp": 2, "tensor": 2}),
         ("latent", {"tensor": 2, "fsdp": 4}),
-        ("sinks", {"data": 4, "tensor": 2}),
+        *(
+            pytest.param(*case, marks=pytest.mark.sweep)
+            for case in [
+                ("llama", {"tensor": 8}),  # more than kv heads: those are whole
+                ("llama", {"fsdp": 2, "tensor": 4}),
+                ("llama", {"data": 4, "tensor": 2}),
+                ("mixture", {"expert": 8}),
+                ("sinks", {"data": 4, "tensor": 2}),
+            ]
+        ),
     ],
 )
 def test_weights_and_cache_are_those_of_an_engine(name, mesh):
