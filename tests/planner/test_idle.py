@@ -159,6 +159,7 @@ def test_boost_says_it_where_it_is_called():
 SILENT = ["ddp", "zero1", "zero2", "zero3", "zero3+megatron", "zero3+megatron_sp+ring", "usp"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "family, name", quick_first(itertools.product(TINY, SILENT), quick=6 * len(SILENT) - 1)
 )

@@ -14,6 +14,7 @@ from colossax.planner.profiling import profile_task
 from colossax.planner.searching import Subject, kept, plan_run, planned, predict, verifying
 from colossax.recipes import recipe
 from colossax.tasks import Task, task_of
+from tests.cases import quick_first
 
 TARGET = parse_target("h100:1x2")
 
@@ -88,23 +89,23 @@ def test_fresh_searches_neither_read_nor_keep(tiny):
     assert second.compiled == first.compiled > 0
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "{",
-        "[]",
-        "{}",
-        '{"format": 0}',
-        '{"format": 1, "found": {}}',
-        '{"format": 1, "found": {"device_bytes": {"total": "1"}, "collectives": []}}',
-        '{"format": 1, "found": {"device_bytes": {"total": 1, "terms": 3}, "collectives": []}}',
-        '{"format": 1, "found": {"device_bytes": {"total": 1, "terms": {}}, "collectives": [3]}}',
-        '{"format": 1, "found": {"device_bytes": {"total": 1, "terms": {}}, "collectives": []}}',
-        '{"format": 1, "found": {"device_bytes": {"total": 1, "terms": {}}, "collectives": [],'
-        ' "host_bytes": 0, "host_traffic": {"by_direction": [{"bytes": 1}]}}}',
-    ],
+DAMAGED = (
+    "",
+    "{",
+    "[]",
+    "{}",
+    '{"format": 0}',
+    '{"format": 1, "found": {}}',
+    '{"format": 1, "found": {"device_bytes": {"total": "1"}, "collectives": []}}',
+    '{"format": 1, "found": {"device_bytes": {"total": 1, "terms": 3}, "collectives": []}}',
+    '{"format": 1, "found": {"device_bytes": {"total": 1, "terms": {}}, "collectives": [3]}}',
+    '{"format": 1, "found": {"device_bytes": {"total": 1, "terms": {}}, "collectives": []}}',
+    '{"format": 1, "found": {"device_bytes": {"total": 1, "terms": {}}, "collectives": [],'
+    ' "host_bytes": 0, "host_traffic": {"by_direction": [{"bytes": 1}]}}}',
 )
+
+
+@pytest.mark.parametrize("text", quick_first(DAMAGED, 5))
 @pytest.mark.catches("damage-is-believed")
 def test_what_is_damaged_is_compiled_again_and_mended(tiny, text):
     config, compiler, folder = tiny

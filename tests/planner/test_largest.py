@@ -33,6 +33,7 @@ def compiled_for(plan, monkeypatch):
     return tried[3]
 
 
+@pytest.mark.slow
 @pytest.mark.catches("largest-fills-the-pipeline")
 @pytest.mark.parametrize(
     ("name", "chunks"), [("1f1b", 1), ("interleaved", 2), ("zb_h1", 1), ("zb_v", 2)]

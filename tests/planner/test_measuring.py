@@ -94,6 +94,7 @@ def mixed(order):
     return dataclasses.replace(TASK, make_model=make, loss=loss, shapes=shapes)
 
 
+@pytest.mark.slow
 @pytest.mark.catches("measured-mean")
 @pytest.mark.parametrize(("order", "mean"), [(ORDERS[0], 2.0), (ORDERS[1], 2 * 2.0 / 6)])
 def test_of_layers_that_differ_the_mean_is_told(order, mean, called, devices):

@@ -110,6 +110,7 @@ def test_bytes_of_a_layer_are_those_that_streaming_counts(devices, names, pieces
     assert layer.flops == FLOPS / 8 / pieces
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("plan", "settings"),
     [

@@ -83,6 +83,7 @@ def test_a_plan_found_for_eight_gpus_trains_on_eight_devices_as_on_one(pins):
         assert answer.best.mesh[axis] == int(size)
 
 
+@pytest.mark.slow
 @pytest.mark.catches("one-number-in-microbatches")
 def test_a_batch_whose_loss_cannot_be_cut_is_one_microbatch():
     config, target = recipe("llama_tiny"), parse_target("h100:1x2")
@@ -109,6 +110,7 @@ def rows_of_each(plan, rows):
     return rows // Parts(abstract(plan, math.prod(plan.mesh.values()))).size(("data", "fsdp"))
 
 
+@pytest.mark.slow
 @pytest.mark.catches("plain-models-keep-nothing")
 def test_what_a_plain_model_keeps_bounds_its_microbatches():
     """Each matmul's input and output of a token, counted by hand, and no more at once than fits."""
@@ -156,6 +158,7 @@ def test_shapes_do_for_a_batch():
     assert planned(batch=shapes).best == planned().best
 
 
+@pytest.mark.slow
 def test_what_is_given_stays():
     given = colossax.Plan(precision=colossax.config.Precision(compute="bfloat16"))
     assert planned(given=given).best.precision == given.precision

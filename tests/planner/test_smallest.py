@@ -102,6 +102,7 @@ def test_the_refusal_says_what_would_do(llama, monkeypatch, target, device_gb, s
         plan_run(Subject.of(config), config.plan, target, device_gb=device_gb, verify=False)
 
 
+@pytest.mark.slow
 def test_what_is_asked_for_holds_on_more_gpus_too(llama):
     config, profile = llama
     asked, target = Asked(sizes={"fsdp": 8}), parse_target("h100:1x8")

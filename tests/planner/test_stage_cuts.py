@@ -157,6 +157,7 @@ def test_memory_bounds_what_stages_hold():
     assert said.endswith("give more stages, more memory or a remat that keeps less")
 
 
+@pytest.mark.slow
 @pytest.mark.catches("auto-cuts-chunks")
 @pytest.mark.parametrize(
     ("more", "expected"),

@@ -109,6 +109,7 @@ def test_kernels_are_said_to_be_left_out():
     assert counted(product, X, W).left_out == ("Pallas kernels",)
 
 
+@pytest.mark.slow
 def test_a_step_of_two_devices_counts_both_and_its_update_nothing(devices):
     _, step = boosted()
     batch = step.abstract_batch(
