@@ -75,6 +75,7 @@ def test_there_and_back(case, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint", "export"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["gpt2", "opt", "bloom", "qwen3"])
 def test_there_and_back_with_a_head_of_its_own(case, tmp_path):
     def edit(tensors):

@@ -108,6 +108,7 @@ def test_logits(case):
 OFFS = [(case, off) for case in OFF for off in OFF[case]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "off"), quick_first(OFFS, OFFS[:3]))
 def test_each_feature_counts(case, off):
     config, params = read_params(GOLDEN / case)

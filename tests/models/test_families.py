@@ -577,6 +577,7 @@ def as_rows(tokens, cut, length=11):
     return {"tokens": rows, "segments": -filled.astype(jnp.int32)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", quick_first(TEXTS, QUICK))
 def test_packed_documents_do_not_see_each_other(name):
     """A row of two documents gives each the logits it has alone."""

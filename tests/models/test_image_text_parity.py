@@ -126,6 +126,7 @@ def test_segments_say_where_a_text_ends_as_its_token_does():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.catches("one-number-unread")
 @pytest.mark.parametrize("case", CASES)
 def test_files_are_written_as_they_were_read(case, tmp_path):

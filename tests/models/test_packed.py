@@ -88,6 +88,7 @@ def folders(where, make, how, said, change=lambda tensors: None, case="llama"):
     return packed, plain
 
 
+@pytest.mark.slow
 @pytest.mark.catches("gptq-zeros-as-they-are")
 @pytest.mark.catches("gptq-order-left-out")
 @pytest.mark.catches("awq-outputs-in-a-row")

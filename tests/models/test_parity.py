@@ -255,6 +255,7 @@ def test_logits_and_greedy_tokens(case):
     assert len(greedy) == 32
 
 
+@pytest.mark.slow
 @pytest.mark.catches("latent-values")
 @pytest.mark.parametrize("case", quick_first(TEXTS, CACHED))
 def test_greedy_tokens_with_a_cache(case):
@@ -312,6 +313,7 @@ SLOW = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "off"), quick_first(OFFS, [one for one in OFFS if one[0] not in SLOW][::2])
 )

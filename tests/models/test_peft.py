@@ -138,6 +138,7 @@ def test_another_base_is_refused(imported, tmp_path):
         import_peft(GOLDEN / "adapters" / "rslora", tmp_path / "other", tmp_path / "base")
 
 
+@pytest.mark.slow
 @pytest.mark.catches("unknown-settings-of-peft")
 @pytest.mark.parametrize(
     ("setting", "message"),
