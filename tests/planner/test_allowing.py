@@ -138,3 +138,5 @@ def test_the_command_says_what_it_takes(capsys, tmp_path):
     said = capsys.readouterr().out.splitlines()
     assert said[0].endswith("; by leave: --optimizer.state bfloat16")
     assert said[-1] == f"written to {path}; train with --plan {path} --optimizer.state bfloat16"
+    assert main(words[:-2]) == 0
+    assert "--plan plan.json --optimizer.state bfloat16 there" in capsys.readouterr().out

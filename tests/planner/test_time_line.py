@@ -16,6 +16,7 @@ from colossax.planner.telling.plan_plot import plot_plans
 from colossax.planner.telling.time_line import (
     BACKWARD,
     BESIDE,
+    COMPUTE,
     EXPOSED,
     FORWARD,
     HOST,
@@ -70,6 +71,10 @@ def test_a_step_without_stages_is_all_of_its_seconds(tiny):
     assert total(line, BESIDE) == pytest.approx(seconds.beside - seconds.exposed)
     assert total(line, HOST) == pytest.approx(seconds.bus)
     assert gaps(line, 0) == pytest.approx(0, abs=1e-9 * line.end)
+    alone = dataclasses.replace(seconds, waited=0.0, beside=0.0, bus=0.0)
+    line = time_line(dataclasses.replace(one, seconds=alone))
+    assert line.rows == ("device",)
+    assert line.kinds == (COMPUTE, UPDATES)
 
 
 @pytest.mark.catches("a-bubble-is-not-seen")

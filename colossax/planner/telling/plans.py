@@ -27,10 +27,10 @@ def describe_plans(title: str, answer: Answer, out: str | None) -> str:
     if len(answer.plans) > 1:
         rows.append("")
         rows += _table(answer)
+    train = " ".join([f"--plan {out or 'plan.json'}", *first.by_leave])
     if out is None:
-        rows += ["", "to train with it: add --out plan.json here, and --plan plan.json there"]
+        rows += ["", f"to train with it: add --out plan.json here, and {train} there"]
     else:
-        train = " ".join([f"--plan {out}", *first.by_leave])
         rows += ["", f"written to {out}; train with {train}"]
     return "\n".join(rows) + "\n"
 

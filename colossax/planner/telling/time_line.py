@@ -78,10 +78,12 @@ def _of_microbatches(one: Planned) -> TimeLine:
     bars.append(Bar(row=0, start=at, seconds=ends, kind=UPDATES))
     bars.append(Bar(row=0, start=at + ends, seconds=seconds.bus, kind=HOST))
     times = f"{count} microbatch{'es' if count > 1 else ''}"
+    bars = [bar for bar in bars if bar.seconds > 0]
+    there = {bar.kind for bar in bars}
     return TimeLine(
-        rows=("device", "links"),
-        bars=tuple(bar for bar in bars if bar.seconds > 0),
-        kinds=(COMPUTE, EXPOSED, WAITED, BESIDE, UPDATES, *([HOST] if seconds.bus else [])),
+        rows=("device", "links") if BESIDE in there else ("device",),
+        bars=tuple(bars),
+        kinds=tuple(k for k in (COMPUTE, EXPOSED, WAITED, BESIDE, UPDATES, HOST) if k in there),
         note=f"{times}; collectives of each are drawn behind its compute",
     )
 
