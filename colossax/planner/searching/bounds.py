@@ -15,8 +15,10 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from colossax.aot import Link, Target
-from colossax.config import MeshAxis, Plan
+from colossax.config import MESH_AXES, MeshAxis, Plan
 from colossax.planner.profiling import ModelProfile, bare
+from colossax.planner.searching.experts import WEIGHTS, experts_sent
+from colossax.planner.searching.forms import Forms
 from colossax.planner.searching.memory import working_of
 from colossax.planner.searching.meshes import AXES, Way, limits_of, meshes, ruled
 from colossax.planner.searching.predicting import OnMesh, least_seconds
@@ -68,6 +70,7 @@ class Bounds:
         """
         self._profile, self._target, self._plan = profile, target, bare(plan)
         self._limits = limits_of(profile)
+        self._forms = Forms(profile, plan, target, rates)
         self._sent: dict[tuple[int, ...], dict[tuple[str, bool], float]] = {}
         learned = [
             (kind.calls, profile.infos[at])
@@ -82,7 +85,8 @@ class Bounds:
             for some in (dense, experts)
         )
         self._collectives = sum(calls for calls, _ in dense)
-        widths = (info.shape[info.dims.index("embed")] for _, info in dense)
+        widths = [info.shape[info.dims.index("embed")] for _, info in dense]
+        widths += [info.shape[info.dims.index("expert_embed")] for _, info in experts]
         self._embed = functools.reduce(math.gcd, widths, 0)
         self._rates, kinds = rates, list(rates.kinds.values())
         inside = [*kinds, *rates.within.values()]
@@ -116,7 +120,7 @@ class Bounds:
         every = [
             (self.of(mesh, way), mesh, way)
             for mesh in meshes(self._target, self._limits, pinned)
-            for way in ruled(self._plan, mesh, self._limits, pinned)
+            for way in ruled(self._plan, mesh, self._limits, pinned, self._forms)
         ]
         yield from sorted(every, key=lambda one: one[0])
 
@@ -172,6 +176,9 @@ class Bounds:
         for (axis, hidden), sent in self._sent.get(self._key(mesh), {}).items():
             seconds = turns * tokens / count * sent / self._rate(mesh, MeshAxis(axis))
             waited, beside = (waited, beside + seconds) if hidden else (waited + seconds, beside)
+        if way.form is not None:
+            for axis, sent in way.form.sent.items():
+                waited += turns * tokens / count * sent / self._rate(mesh, MeshAxis(axis))
         if count > 1:
             held = tokens / mesh[MeshAxis.TENSOR] * self._profile.width * self._wide
             sent = 2 * stages.runs(microbatches) / microbatches + 2
@@ -190,7 +197,13 @@ class Bounds:
         data, fsdp, expert = (mesh[axis] for axis in _TOKENS)
         along = mesh[MeshAxis.RING] * mesh[MeshAxis.ULYSSES]
         inner = mesh[MeshAxis.TENSOR] * mesh[MeshAxis.STAGE]
-        numbers, experts = self._numbers / inner, self._experts / inner / expert / along
+        numbers, experts = self._numbers / inner, self._experts / inner
+        if (
+            way.form is not None and way.form.experts.dispatch == WEIGHTS
+        ):  # they are weights like others
+            numbers, experts = numbers + experts, 0.0
+        else:
+            experts /= expert * along
         sums, times = 1.0 if way.once else runs, self._collectives / mesh[MeshAxis.STAGE]
         if not way.stored:
             axis = MeshAxis.DATA if data > 1 else MeshAxis.FSDP
@@ -221,10 +234,16 @@ class Bounds:
         return self._within if self._target.gpus % span == 0 else self._between
 
     def learn(self, mesh: Mapping[str, int], on_mesh: OnMesh) -> None:
-        """What layers of such a mesh send for a token."""
+        """What layers of such a mesh send for a token, but to its experts: that is known."""
         key = self._key(mesh)
         if key not in self._sent:
-            self._sent[key] = on_mesh.least_sent()
+            found, one = on_mesh.least_sent(), on_mesh.tokens(1)
+            for kind in self._profile.kinds:
+                held = one.held / one.inside * kind.tokens / self._profile.tokens
+                for sent in experts_sent(self._profile, on_mesh.parts, kind, held):
+                    outer = (min(sent.axes, key=MESH_AXES.index), sent.hidden)
+                    found[outer] = max(0.0, found[outer] - kind.calls * sent.bytes)
+            self._sent[key] = found
 
     def _rows(self, mesh: Mapping[str, int]) -> int:
         return self._profile.rows // math.prod(mesh[axis] for axis in _TOKENS)

@@ -7,9 +7,18 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 from colossax.aot import Target
-from colossax.config import BatchConfig, FrozenDict, MeshAxis, PipelineConfig, Plan, preset
+from colossax.config import (
+    BatchConfig,
+    ExpertsConfig,
+    FrozenDict,
+    MeshAxis,
+    PipelineConfig,
+    Plan,
+    preset,
+)
 from colossax.config.rules import Rules
 from colossax.planner.profiling import ModelProfile
+from colossax.planner.searching.forms import Form, Forms
 
 AXES = (
     MeshAxis.STAGE,
@@ -131,6 +140,7 @@ class Way(NamedTuple):
         once: Whether gradients are summed once a step.
         staged: Whether stages share the layers.
         plan: Makes the plan.
+        form: In which tokens meet their experts; None without experts, or where none is tried.
     """
 
     words: str
@@ -141,6 +151,7 @@ class Way(NamedTuple):
     once: bool
     staged: bool
     plan: Callable[[], Plan]
+    form: Form | None = None
 
     @property
     def smallest(self) -> bool:
@@ -154,9 +165,16 @@ class Way(NamedTuple):
 
 
 def ruled(
-    plan: Plan, mesh: Mapping[str, int], limits: Limits, pinned: Mapping[str, int] = FrozenDict()
+    plan: Plan,
+    mesh: Mapping[str, int],
+    limits: Limits,
+    pinned: Mapping[str, int] = FrozenDict(),
+    forms: Forms | None = None,
 ) -> Iterator[Way]:
     """Each way to have a mesh.
+
+    With `forms` each with each form in which tokens may meet their experts there, else as the plan
+    has it.
 
     Rules that split optimizer state alone do so over `data` as over `fsdp`, so that one of the two
     stands for both, unless either is given.
@@ -165,9 +183,37 @@ def ruled(
     are sent, and less is kept. Under stages weights may be gathered, and gradients summed, for each
     microbatch or once a step.
     """
+    ways = _ruled(plan, mesh, limits, pinned)
+    if forms is None or not limits.experts:
+        yield from ways
+        return
+    tensor, folded = mesh[MeshAxis.TENSOR] > 1, not {MeshAxis.EXPERT, MeshAxis.FSDP} & pinned.keys()
+    splits = tensor and _by_sequence(mesh, limits)
+    found = forms(mesh, splits=splits, folded=folded)
+    for way in ways:
+        for one in found:
+            words = " ".join(filter(None, (way.words, one.words)))
+            make = (
+                functools.partial(_with_experts, way.plan, one.experts) if one.words else way.plan
+            )
+            yield way._replace(words=words, plan=make, form=one)
+
+
+def _with_experts(plan: Callable[[], Plan], experts: ExpertsConfig) -> Plan:
+    return plan().replace(experts=experts)
+
+
+def _by_sequence(mesh: Mapping[str, int], limits: Limits) -> bool:
+    """Whether `tensor` may split the sequence between blocks."""
     along = mesh[MeshAxis.TENSOR] * mesh[MeshAxis.RING] * mesh[MeshAxis.ULYSSES]
+    return limits.tokens % along == 0
+
+
+def _ruled(
+    plan: Plan, mesh: Mapping[str, int], limits: Limits, pinned: Mapping[str, int]
+) -> Iterator[Way]:
     tensor = "+megatron" if mesh[MeshAxis.TENSOR] > 1 else ""
-    if tensor and limits.tokens % along == 0:
+    if tensor and _by_sequence(mesh, limits):
         tensor = "+megatron_sp"
     sizes = {axis: n for axis, n in mesh.items() if n > 1} or {"data": 1}
     stages, split = mesh[MeshAxis.STAGE], mesh[MeshAxis.FSDP] > 1

@@ -8,6 +8,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType
 
 from colossax.config import MESH_AXES, BoundPlan, MeshAxis, Plan, Rules
+from colossax.planner.searching.sent import Sent
 from colossax.sharding import resolve
 from colossax.sharding.rules import (
     TABLE_WIDTH,
@@ -38,6 +39,8 @@ class Parts:
     Attributes:
         bound: The plan and its sizes.
         split: Axes of size above 1 that split tokens.
+        experts: What is sent of a token to its experts, by the parameters of a kind of layers, as
+            far as it was asked for.
     """
 
     def __init__(self, bound: BoundPlan, choices: "Choices | None" = None):
@@ -47,6 +50,7 @@ class Parts:
         """
         self.bound = bound
         self.split = gathered_axes(bound)
+        self.experts: dict[tuple[int, ...], tuple[Sent, ...]] = {}
         self._sizes = dict(bound.mesh.shape)
         self._choices = Choices(bound.rules) if choices is None else choices
         self._known: dict[tuple[str, Dims, tuple[int, ...]], tuple[str, ...]] = {}

@@ -14,7 +14,7 @@ from colossax.config import MESH_AXES, FrozenDict, Plan
 from colossax.errors import PlanError
 from colossax.planner.counting.flops import peak_flops
 from colossax.planner.searching.parts import Parts
-from colossax.planner.searching.sends import Sent
+from colossax.planner.searching.sent import Sent
 
 MATMULS, PAIRS, HIDING, SLOWING, MEMORY = 0.65, 0.45, 0.9, 0.05, 0.8
 """Shares taken where nothing was measured: of the peak, that matmuls with weights and attention
@@ -147,21 +147,32 @@ def link_along(
     target: Target, parts: Parts, axes: Sequence[str], rates: Rates | None = None
 ) -> Link:
     """The slowest link that a ring along these axes crosses, devices filling nodes in order."""
+    return link_across(target, parts.bound.mesh.shape, axes, rates)
+
+
+def link_across(
+    target: Target, sizes: Mapping[str, int], axes: Sequence[str], rates: Rates | None = None
+) -> Link:
+    """The same of sizes by mesh axis; see `link_along`."""
     node = target.gpu.nvlink if rates is None else rates.node
     network = target.network if rates is None else rates.network
-    sizes = parts.bound.mesh.shape
     inner = [axis for axis in MESH_AXES if axis in axes]
     if not inner:
         return node
     behind = MESH_AXES[MESH_AXES.index(inner[0]) :]
-    span = math.prod(sizes[axis] for axis in behind)
+    span = math.prod(sizes.get(axis, 1) for axis in behind)
     return node if target.gpus % span == 0 else network
 
 
 def link_of(one: Sent, target: Target, parts: Parts, rates: Rates) -> Link:
     """The link of a collective: its kind's own, else that along its axes."""
-    link = rates.kinds.get(one.kind) or link_along(target, parts, one.axes, rates)
-    return rates.within.get(one.kind, link) if link is rates.node else link
+    return link_for(one.kind, link_along(target, parts, one.axes, rates), rates)
+
+
+def link_for(kind: str, along: Link, rates: Rates) -> Link:
+    """The same where the link along its axes is known."""
+    link = rates.kinds.get(kind) or along
+    return rates.within.get(kind, link) if link is rates.node else link
 
 
 def collectives_seconds(

@@ -14,29 +14,14 @@ import numpy as np
 
 from colossax.config import RING_AXES, MeshAxis
 from colossax.planner.profiling import LayerKind, Map, ModelProfile
+from colossax.planner.searching.experts import experts_sent
 from colossax.planner.searching.parts import Parts
+from colossax.planner.searching.sent import Sent as Sent
+from colossax.planner.searching.sent import joined, times
+from colossax.planner.searching.sent import sent_along as _sent
 from colossax.sharding import activation_axes
 from colossax.sharding.rules import TABLE_WIDTH
 from colossax.typing import ParamInfo
-
-
-class Sent(NamedTuple):
-    """Collectives of one kind along the same axes.
-
-    Attributes:
-        kind: As XLA calls it.
-        axes: Mesh axes.
-        bytes: That a device sends in a ring, a microbatch.
-        times: How many collectives those are.
-        hidden: Whether they wait for nothing that is computed just before, so that compute beside
-            them can hide them.
-    """
-
-    kind: str
-    axes: tuple[str, ...]
-    bytes: float
-    times: float
-    hidden: bool
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -135,7 +120,7 @@ def layer_sent(
     return [
         *_activations(parts, kind, split, inside, names),
         *_attention(parts, kind, inside, names),
-        *_experts(profile, parts, kind, held, together=tokens.held == tokens.inside),
+        *experts_sent(profile, parts, kind, held),
     ]
 
 
@@ -214,12 +199,12 @@ def widths(profile: ModelProfile, parts: Parts, kind: LayerKind) -> Widths:
     out = []
     for number, one in enumerate(kind.traced.maps):
         info = profile.infos[kind.leaves[one.leaf]]
+        if "experts" in info.dims:
+            continue  # see `experts_sent`
         dims, shape = _row(info)
         read, made = _sides(one, dims, shape)
-        if MeshAxis.TENSOR in parts.group(info.dims, info.shape):
-            continue  # tokens go to their experts
         if MeshAxis.TENSOR in _split_axes(parts, info, dims, made):
-            into[one.reads] = 1.0 * math.prod(shape[at] for at in read if dims[at] != "experts")
+            into[one.reads] = 1.0 * math.prod(shape[at] for at in read)
         elif MeshAxis.TENSOR in _split_axes(parts, info, dims, read):
             out.append((number, float(math.prod(shape[at] for at in made))))
     return float(sum(into.values())), out
@@ -277,37 +262,6 @@ def _attention(parts: Parts, kind: LayerKind, inside: float, kept: frozenset[str
     return found
 
 
-def _experts(
-    profile: ModelProfile, parts: Parts, kind: LayerKind, held: float, *, together: bool
-) -> list[Sent]:
-    """Tokens to the devices of their experts and back; backward sends the rows once more.
-
-    Rows go alone, into buffers with room for more than there are by the plan's `experts.capacity`;
-    where a group is no larger than a token has choices, all its tokens are gathered. Devices that
-    hold the same tokens together sum what their experts made of them.
-    """
-    for one in kind.traced.maps:
-        info = profile.infos[kind.leaves[one.leaf]]
-        axes = parts.group(info.dims, info.shape)
-        if (e := parts.size(axes)) == 1:
-            continue
-        _, shape = _row(info)
-        choices = one.flops / (2 * kind.tokens * math.prod(shape[1:]))
-        plan = parts.bound.plan
-        token = held * shape[1] * np.dtype(plan.precision.compute).itemsize
-        dispatch = plan.experts.dispatch
-        if together and not set(axes) & parts.split:
-            return [_sent("all-reduce", axes, 4 * (e - 1) / e * token, 2, False)]
-        if dispatch == "gather" or (dispatch == "auto" and e <= choices):
-            return [
-                _sent("all-gather", axes, 3 * (e - 1) * token, 3, False),
-                _sent("reduce-scatter", axes, 2 * (e - 1) * token, 2, False),
-            ]
-        rows = choices * plan.experts.capacity * token
-        return [_sent("all-to-all", axes, 5 * (e - 1) / e * rows, 10, False)]
-    return []
-
-
 def _ends(profile: ModelProfile, parts: Parts, tokens: Tokens) -> list[Sent]:
     """Rows of tables, and what stands behind the layers."""
     found = []
@@ -343,28 +297,3 @@ def _table(info: ParamInfo) -> bool:
 
 def _layers(info: ParamInfo) -> int:
     return info.shape[0] if info.total_layers is not None and info.dims[0] == "layers" else 1
-
-
-def _sent(kind: str, axes: Sequence[str], size: float, times: int, hidden: bool) -> Sent:
-    return Sent(kind=kind, axes=tuple(axes), bytes=float(size), times=float(times), hidden=hidden)
-
-
-def times(found: Iterable[Sent], count: int | float) -> list[Sent]:
-    """So often."""
-    return [
-        Sent(kind, axes, size * count, number * count, hidden)
-        for kind, axes, size, number, hidden in found
-    ]
-
-
-def joined(found: Iterable[Sent]) -> tuple[Sent, ...]:
-    """One of each kind along the same axes."""
-    sums: dict[tuple, list[float]] = {}
-    for one in found:
-        total = sums.setdefault((one.kind, one.axes, one.hidden), [0.0, 0.0])
-        total[0] += one.bytes
-        total[1] += one.times
-    return tuple(
-        Sent(kind, axes, size, number, hidden)
-        for (kind, axes, hidden), (size, number) in sums.items()
-    )
