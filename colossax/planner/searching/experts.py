@@ -92,6 +92,18 @@ class Meeting:
         ]
         return [each for each in found if each.axes]
 
+    def rows(self, asked: ExpertsConfig) -> float:
+        """Of a buffer, over those that tokens choose: gathered tokens have one too."""
+        return asked.capacity if self.group else 1.0
+
+    def copies(self, asked: ExpertsConfig) -> int:
+        """Devices whose tokens are gathered, as long as a layer is computed; 0 where none are."""
+        if self.form(asked) not in (GATHER, WEIGHTS):
+            return 0
+        apart = (*self.group, *self.features)
+        gathered = self.size(tuple(axis for axis in apart if axis in self.own))
+        return gathered if gathered > 1 else 0
+
     def size(self, axes: tuple[str, ...]) -> int:
         """Devices along these together."""
         return math.prod(self.sizes[axis] for axis in axes)
@@ -116,26 +128,30 @@ def experts_sent(profile: ModelProfile, parts: Parts, kind: LayerKind, held: flo
 
 
 def _of_a_token(profile: ModelProfile, parts: Parts, kind: LayerKind) -> tuple[Sent, ...]:
+    meeting = meeting_of(profile, parts, kind)
+    return () if meeting is None else tuple(meeting.sent(parts.bound.plan.experts))
+
+
+def meeting_of(profile: ModelProfile, parts: Parts, kind: LayerKind) -> Meeting | None:
+    """Where tokens and experts of a kind of layers lie under a plan; None without experts."""
     known = mixture_of(profile, kind)
     if known is None:
-        return ()
-    plan = parts.bound.plan
+        return None
     tensor = MeshAxis.TENSOR.value
     own = set(parts.split)
     if tensor in parts.axes("activations", ("seq:residual",), (profile.tokens,)):
         own.add(tensor)
     group = parts.group(("experts",), (known.experts,))
     split = parts.axes("weights", ("expert_mlp",), (known.hidden,))
-    meeting = Meeting(
+    return Meeting(
         sizes=parts.bound.mesh.shape,
         own=frozenset(own),
         group=tuple(axis for axis in MESH_AXES if axis in group),
         features=tuple(axis for axis in split if axis == tensor and axis not in group),
         choices=known.choices,
         width=known.width,
-        wide=np.dtype(plan.precision.compute).itemsize,
+        wide=np.dtype(parts.bound.plan.precision.compute).itemsize,
     )
-    return tuple(meeting.sent(plan.experts))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

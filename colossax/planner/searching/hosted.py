@@ -50,7 +50,11 @@ class Tier:
         """
         profile, parts = mesh.profile, mesh.parts
         self._mesh, precision = mesh, parts.bound.plan.precision
-        self._stored = dataclasses.replace(mesh.stored, gathered=mesh.stored.gathered_apart)
+        self._stored = dataclasses.replace(
+            mesh.stored,
+            gathered=mesh.stored.gathered_apart,
+            widest=mesh.stored.widest_apart,
+        )
         self.layers = max((info.total_layers or 0 for info in profile.infos), default=0)
         adds = float(np.dtype(precision.accumulation).itemsize)
         self._narrow = min(adds, np.dtype(precision.reduction or precision.compute).itemsize) / adds

@@ -12,6 +12,7 @@ import numpy as np
 
 from colossax.config import MeshAxis
 from colossax.planner.profiling import KeptArray, LayerKind, ModelProfile
+from colossax.planner.searching.experts import meeting_of
 from colossax.planner.searching.parts import Parts
 from colossax.planner.searching.sends import Tokens
 from colossax.planner.searching.stages import ONE_STAGE, Stages
@@ -22,6 +23,9 @@ GATHERED, EXPERTS, HIDDEN, STREAM = 1.0, 2.6, 4.4, 6.5
 """Of what a layer works with in its backward pass: its gathered weights, those of experts (which
 are there all at once, with their gradients), the widest that it makes of a token, and what goes
 from layer to layer."""
+
+MET = 2.0
+"""Of tokens that are gathered for their experts, how often they are there."""
 
 HEAD, LOGITS, STREAM_OF_LOSS = 1.5, 1.0, 6.0
 """Of what the loss works with: the head in float32 with its gradient, the logits of a chunk, and
@@ -76,7 +80,11 @@ class Stored:
         gathered: The largest layer's weights as they are multiplied, those of experts weighted.
         gathered_apart: Likewise where layers are updated one by one.
         head: Likewise of the largest matrix outside of layers, in float32.
-        widest: Bytes of the most numbers that a layer makes of a token at once.
+        widest: Bytes of the most numbers that a layer makes of a token at once, with what buffers
+            of experts have room for.
+        widest_apart: Likewise without that room, of which layers that are updated one by one were
+            not seen to need any.
+        met: Of a token of a device's own, what is gathered of others for their experts.
         stream: Of what goes from layer to layer, of a token.
         logits: Of a token, in float32.
         layers: Numbers of all layers' weights as they are multiplied, in the compute dtype.
@@ -90,6 +98,8 @@ class Stored:
     gathered_apart: float
     head: float
     widest: float
+    widest_apart: float
+    met: float
     stream: float
     logits: float
     layers: float
@@ -123,6 +133,14 @@ def stored(profile: ModelProfile, parts: Parts) -> Stored:
         each = (_gathered(profile, parts, kind, experts) for kind in profile.kinds)
         return compute * max(each, default=0.0)
 
+    widest = widest_apart = met = 0.0
+    for kind in profile.kinds:
+        meeting, asked = meeting_of(profile, parts, kind), parts.bound.plan.experts
+        rows = 1.0 if meeting is None else meeting.rows(asked)
+        own = compute * _widest(profile, kind)
+        widest, widest_apart = max(widest, rows * own), max(widest_apart, own)
+        if meeting is not None:
+            met = max(met, MET * meeting.copies(asked) * meeting.width * meeting.wide)
     experts = EXPERTS if parts.size((MeshAxis.STAGE.value,)) == 1 else EXPERTS_APART
     return Stored(
         states=states,
@@ -132,7 +150,9 @@ def stored(profile: ModelProfile, parts: Parts) -> Stored:
         gathered=gathered(experts),
         gathered_apart=gathered(EXPERTS_APART),
         head=head,
-        widest=compute * max((_widest(profile, kind) for kind in profile.kinds), default=0.0),
+        widest=widest,
+        widest_apart=widest_apart,
+        met=met,
         stream=float(compute * profile.width),
         logits=4.0 * profile.vocab,
         layers=whole,
@@ -210,6 +230,7 @@ def working(
     """What a layer's backward pass and the loss work with; see `bytes_of`."""
     stream = tokens.inside * one.stream
     layer = one.gathered + HIDDEN * tokens.inside * one.widest / tensor + STREAM * stream
+    layer += one.met * tokens.held
     logits = tokens.inside * one.logits / tensor / stages.count / vocab_chunks
     return layer, HEAD * one.head + LOGITS * logits + STREAM_OF_LOSS * stream
 
