@@ -14,8 +14,6 @@ from colossax.pipeline import Kind, schedule, simulate
 from colossax.planner.profiling import profile_task
 from colossax.planner.searching import Asked, Subject, plan_run, planned, predict
 from colossax.planner.searching.bounds import Bounds, Fastest
-from colossax.planner.searching.meshes import AXES
-from colossax.planner.searching.predicting import OnMesh
 from colossax.planner.searching.search import search, told
 from colossax.planner.searching.seconds import rates_of
 from colossax.planner.searching.stages import Stages
@@ -93,9 +91,6 @@ def test_what_is_not_scored_could_not_be_among_the_fastest(llama, name, rows, ta
     # Every bound holds, not those alone on which this depends.
     bounds, checked = Bounds(profile, config.plan, target, rates_of(target, config.plan), room), 0
     known = {one.label: one.predicted.seconds.total for one in every.candidates}
-    for one in every.candidates:
-        mesh = {axis.value: one.plan.mesh.get(axis, 1) for axis in AXES}
-        bounds.learn(mesh, OnMesh(profile, one.plan, target))
     for at_least, mesh, way in bounds.ordered({}):
         label = " ".join([*(f"{axis}={n}" for axis, n in mesh.items() if n > 1), way.words])
         if label in known:
