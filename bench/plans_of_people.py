@@ -3,9 +3,9 @@
 Both sides are predicted alike, nothing is compiled. Beside each recipe's own plan on its own target
 stand, for models that people publish layouts of: pure fsdp (zero3) with the best rows and policy,
 tensors alone, the two rules that Redco applies (heads, hidden units and vocabulary over a node, and
-copies of that), Megatron's layouts of GPT and MaxText's of Mixtral 8x7B. A rival is taken at the
-rows and the policy that are fastest for it where its authors do not say them, and counts where it
-does not fit too.
+copies of that), Megatron's layouts of GPT, NeMo's of Llama 3 70B and MaxText's of Mixtral 8x7B. A
+rival is taken at the rows and the policy that are fastest for it where its authors do not say them,
+and counts where it does not fit too.
 
 What a search takes is counted in CPU-seconds of this process, the trace of the model apart.
 
@@ -34,22 +34,29 @@ GIB = 2**30
 
 @dataclasses.dataclass(frozen=True)
 class Rival:
-    """A plan of people's: those of its rows and policies that are not given are tried."""
+    """A plan of people's: those of its rows and policies that are not given are tried. `chunks` are
+    those of a stage."""
 
     name: str
     preset: str
     mesh: dict[str, int]
     rows: int | None = None
     remat: str | None = None
+    chunks: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
 class Published:
-    """A GPT of Table 1 of Narayanan et al. 2021, Efficient Large-Scale Language Model Training on
-    GPU Clusters Using Megatron-LM: vocabulary 51,200, rows of 2,048, nodes of eight A100 of 80 GB.
+    """A GPT that Megatron-LM was measured with: vocabulary 51,200, rows of 2,048, nodes of eight
+    A100 of 80 GB.
 
-    Those of that table that have at most 1,024 GPUs. Under stages gradients are summed once a step,
-    and Adam's state is shared (zero1), which those runs did without.
+    The first six are those of Table 1 of Narayanan et al. 2021, Efficient Large-Scale Language
+    Model Training on GPU Clusters Using Megatron-LM, that have at most 1,024 GPUs; Adam's state is
+    shared there (zero1), which those runs did without. The others are those of Table 3 of
+    Korthikanti et al. 2022, Reducing Activation Recomputation in Large Transformer Models: one row
+    at a time (22B: four), the sequence split between blocks, what attention makes of pairs of
+    tokens recomputed, which our attention does under any policy, so the fastest is taken. `chunks`
+    are of a stage.
     """
 
     name: str
@@ -60,6 +67,20 @@ class Published:
     gpus: int
     batch: int
     stages: int = 1
+    chunks: int = 1
+    rows: int | None = None
+
+    @property
+    def rival(self) -> Rival:
+        """Their plan."""
+        ways = self.gpus // self.tensor // self.stages
+        sizes = {"stage": self.stages, "data": ways, "tensor": self.tensor}
+        mesh = {axis: size for axis, size in sizes.items() if size > 1}
+        if self.rows is not None:
+            name = "zero3+megatron_sp"  # there is no data axis to share anything over
+            return Rival("Megatron's", name, mesh, rows=self.rows, chunks=self.chunks)
+        name = ("zero1" if self.stages > 1 else "zero3") + "+megatron" * (self.tensor > 1)
+        return Rival("Megatron's", name, mesh, remat="full")
 
 
 MEGATRON = (
@@ -69,6 +90,10 @@ MEGATRON = (
     Published("18.4B", 48, 6144, 40, 8, 256, 1024),
     Published("39.1B", 64, 8192, 48, 8, 512, 1536, stages=2),
     Published("76.1B", 80, 10240, 60, 8, 1024, 1792, stages=4),
+    Published("22B", 64, 6144, 48, 8, 8, 4, rows=4),
+    Published("175B", 96, 12288, 96, 8, 64, 64, stages=8, chunks=3, rows=1),
+    Published("530B", 128, 20480, 105, 8, 280, 280, stages=35, chunks=3, rows=1),
+    Published("1T", 160, 25600, 128, 8, 512, 512, stages=64, rows=1),
 )
 
 
@@ -121,6 +146,10 @@ def _large(name: str, target: str) -> Case:
     others = list(rivals(devices, experts=mixture))
     # At least two rows of each device, as large runs have; Mixtral's are MaxText's twelve.
     batch = max(config.data.global_batch, (12 if mixture else 2) * devices)
+    if name == "llama3_70b":
+        # nemo/collections/llm/recipes/llama3_70b.py, whose one row at a time is a device's too.
+        mesh = {"stage": 4, "data": devices // 32, "ring": 2, "tensor": 4}
+        others.append(Rival("NeMo's", "zero1+megatron_sp", mesh, rows=1, chunks=5))
     if mixture:
         # maxtext_trillium_model_configs.py, mixtral_8x7b_dropless: fsdp over all, 12 rows of 4096.
         others.append(Rival("MaxText's", "zero3", {"fsdp": devices}, rows=12, remat="full"))
@@ -144,16 +173,11 @@ def _megatron(one: Published) -> Case:
     )
     data = dataclasses.replace(config.data, seq_len=2048, global_batch=one.batch)
     plan = Plan(precision=Precision(compute="bfloat16"))
-    data_ways = one.gpus // one.tensor // one.stages
-    sizes = {"stage": one.stages, "data": data_ways, "tensor": one.tensor}
-    mesh = {axis: size for axis, size in sizes.items() if size > 1}
-    preset = ("zero1" if one.stages > 1 else "zero3") + "+megatron" * (one.tensor > 1)
-    rival = Rival("Megatron's", preset, mesh, remat="full")
     return Case(
         f"GPT {one.name}",
         config.replace(model=model, data=data, plan=plan),
         f"a100_80:{one.gpus // 8}x8",
-        (rival, *rivals(one.gpus, experts=False)),
+        (one.rival, *rivals(one.gpus, experts=False)),
     )
 
 
@@ -205,7 +229,7 @@ class Judge:
         """The fastest of its rows and policies that fits; where none fits, the fastest."""
         from colossax.errors import PlanError
 
-        tried = []
+        tried, refusal = [], f"its mesh does not divide {self.profile.rows} rows"
         for rows, remat in itertools.product(
             [one.rows] if one.rows else self._rows(one.mesh), [one.remat] if one.remat else REMATS
         ):
@@ -234,7 +258,7 @@ class Judge:
         return [n for n in range(1, each + 1) if each % n == 0]
 
     def _plan(self, one: Rival, rows: int, remat: str) -> Any:
-        from colossax.config import BatchConfig, LossConfig, Segment, preset
+        from colossax.config import BatchConfig, LossConfig, PipelineConfig, Segment, preset
 
         return preset(
             one.preset,
@@ -243,6 +267,7 @@ class Judge:
             precision=self.case.config.plan.precision,
             loss=LossConfig(vocab_chunks=CHUNKS),
             batch=BatchConfig(microbatch=rows),
+            pipeline=PipelineConfig(chunks=one.chunks),
         )
 
 

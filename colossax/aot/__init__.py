@@ -34,6 +34,7 @@ from .targets import Link as Link
 from .targets import Place as Place
 from .targets import Target as Target
 from .targets import gpu_keys as gpu_keys
+from .targets import hops as hops
 from .targets import parse_target as parse_target
 from .traffic import Traffic as Traffic
 from .traffic import traffic as traffic

@@ -18,6 +18,12 @@ from colossax.errors import InputError
 MAX_DEVICES = 1024
 
 
+def hops(kind: str, group_size: int) -> int:
+    """Messages that follow one another in a collective, called as XLA calls it: around a ring of
+    its group, or one to a neighbour."""
+    return 1 if kind == "collective-permute" else group_size - 1
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Link:
     """A kind of connection between devices: seconds to begin, bytes per second and direction."""
@@ -179,12 +185,14 @@ class Target:
         island = self.islands[min(numbers)]
         return island.network if len(places) > 1 else island.gpu.nvlink
 
-    def ring_seconds(self, ring_bytes: float, group_size: int, count: int, link: Link) -> float:
+    def ring_seconds(
+        self, ring_bytes: float, group_size: int, count: int, link: Link, kind: str = "all-gather"
+    ) -> float:
         """Predicted seconds of collectives of this many bytes sent per device in rings.
 
-        Each runs `group_size - 1` hops. Source: the usual latency-bandwidth model.
+        Each runs `hops(kind, group_size)`. Source: the usual latency-bandwidth model.
         """
-        return count * (group_size - 1) * link.latency_s + ring_bytes / link.bytes_per_s
+        return count * hops(kind, group_size) * link.latency_s + ring_bytes / link.bytes_per_s
 
     @property
     def _only(self) -> Island:

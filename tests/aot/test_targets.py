@@ -104,8 +104,11 @@ def test_links_within_and_between_islands():
     assert target.link(last_two, ["data"], first=4).name == "ethernet"
 
 
+@pytest.mark.catches("message-goes-around")
 def test_ring_seconds_by_hand():
     target = parse_target("h100:1x8")
     link = target.gpu.nvlink
     seconds = target.ring_seconds(7.0 * link.bytes_per_s, 8, 3, link)
     assert seconds == pytest.approx(7 + 3 * 7 * link.latency_s)
+    seconds = target.ring_seconds(7.0 * link.bytes_per_s, 8, 3, link, "collective-permute")
+    assert seconds == pytest.approx(7 + 3 * link.latency_s, rel=1e-9)

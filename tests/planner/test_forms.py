@@ -250,5 +250,3 @@ def test_long_rows_of_small_experts_on_two_nodes_have_their_experts_gathered():
     passes = search(profile, by_rule, NODES, room=75e9).candidates[0]
     assert best.plan.experts.dispatch == "weights"
     assert best.predicted.seconds.total < 0.995 * passes.predicted.seconds.total
-
-

@@ -14,8 +14,7 @@ from colossax.pipeline import Kind, schedule, simulate
 from colossax.planner.profiling import profile_task
 from colossax.planner.searching import Asked, Subject, plan_run, planned, predict
 from colossax.planner.searching.bounds import Bounds, Fastest
-from colossax.planner.searching.meshes import AXES
-from colossax.planner.searching.predicting import OnMesh
+from colossax.planner.searching.meshes import AXES, limits_of, ruled
 from colossax.planner.searching.search import search, told
 from colossax.planner.searching.seconds import rates_of
 from colossax.planner.searching.stages import Stages
@@ -43,7 +42,7 @@ def llama():
 @pytest.mark.catches("slots-of-one-chunk")
 @pytest.mark.parametrize("count", [2, 3, 4, 8])
 def test_runs_and_slots_are_those_of_the_tables(count):
-    for microbatches, chunks in itertools.product((1, 2, 3, 5, 8, 12, 17), (1, 2, 4)):
+    for microbatches, chunks in itertools.product((1, 2, 3, 5, 8, 12, 17), (1, 2, 3, 4, 5)):
         name = "1f1b" if chunks == 1 else "interleaved"
         truth = simulate(schedule(name, count, microbatches, chunks))
         stages = Stages(count=count, chunks=chunks)
@@ -68,6 +67,7 @@ def test_the_fastest_are_kept():
 @pytest.mark.catches("hull-above-a-mixture")
 @pytest.mark.catches("bound-with-one-row-at-a-time")
 @pytest.mark.catches("bound-on-the-slow-link")
+@pytest.mark.catches("bound-with-whole-updates")
 @pytest.mark.parametrize(
     ("name", "rows", "target", "room"),
     [
@@ -93,15 +93,24 @@ def test_what_is_not_scored_could_not_be_among_the_fastest(llama, name, rows, ta
     # Every bound holds, not those alone on which this depends.
     bounds, checked = Bounds(profile, config.plan, target, rates_of(target, config.plan), room), 0
     known = {one.label: one.predicted.seconds.total for one in every.candidates}
-    for one in every.candidates:
-        mesh = {axis.value: one.plan.mesh.get(axis, 1) for axis in AXES}
-        bounds.learn(mesh, OnMesh(profile, one.plan, target))
     for at_least, mesh, way in bounds.ordered({}):
         label = " ".join([*(f"{axis}={n}" for axis, n in mesh.items() if n > 1), way.words])
         if label in known:
             checked += 1
             assert at_least <= known[label] * (1 + 1e-9), label
     assert checked == len(known)
+
+
+@pytest.mark.catches("odd-layers-have-one-chunk")
+def test_stages_with_an_odd_number_of_layers_may_have_chunks(llama):
+    config, profile = llama
+    ways = [
+        (mesh["stage"], way.chunks)
+        for layers in (105, 30, 32)
+        for mesh in ({**dict.fromkeys(AXES, 1), "stage": layers // 5 if layers == 105 else 2},)
+        for way in ruled(config.plan, mesh, dataclasses.replace(limits_of(profile), layers=layers))
+    ]
+    assert set(ways) == {(21, 1), (21, 5), (2, 1), (2, 3), (2, 5), (2, 2), (2, 4)}
 
 
 @pytest.mark.catches("stages-share-no-layers")

@@ -137,7 +137,7 @@ def link_of(sums: Totals, target: Target, mesh: Mesh, *, first: int = 0) -> Link
         link = target.link(mesh, known if len(known) == len(axes) else (), first=first)
 
     def seconds(ring_bytes: int, count: int) -> float:
-        return target.ring_seconds(float(ring_bytes), sums.group_size, count, link)
+        return target.ring_seconds(float(ring_bytes), sums.group_size, count, link, sums.kind)
 
     return Link(
         totals=sums,

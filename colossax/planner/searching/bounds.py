@@ -6,24 +6,26 @@ gradients summed so often; what stages hand on; and what layers send for their t
 found on a mesh that splits them likewise.
 """
 
-import bisect
 import functools
 import heapq
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from typing import NamedTuple
 
 import numpy as np
 
 from colossax.aot import Link, Target
-from colossax.config import MESH_AXES, MeshAxis, Plan
+from colossax.config import MeshAxis, Plan
+from colossax.errors import PlanError
 from colossax.planner.profiling import ModelProfile, bare
-from colossax.planner.searching.experts import WEIGHTS, experts_sent
 from colossax.planner.searching.forms import Forms
 from colossax.planner.searching.memory import working_of
 from colossax.planner.searching.meshes import AXES, Way, limits_of, meshes, ruled
-from colossax.planner.searching.predicting import OnMesh, least_seconds
-from colossax.planner.searching.seconds import Rates, Seconds
+from colossax.planner.searching.parts import Parts, abstract
+from colossax.planner.searching.predicting import LeastSent, least_seconds, least_sent
+from colossax.planner.searching.seconds import Rates, with_sends
 from colossax.planner.searching.stages import Stages
+from colossax.planner.searching.touched import touched_by_microbatch, updated_bytes
 
 _TOKENS = (MeshAxis.DATA, MeshAxis.FSDP, MeshAxis.EXPERT)
 _WITHIN = (MeshAxis.EXPERT, MeshAxis.RING, MeshAxis.ULYSSES, MeshAxis.TENSOR)
@@ -50,6 +52,51 @@ class Fastest:
             self.slowest = -self._heap[0]
 
 
+class _Every(NamedTuple):
+    """Each number of microbatches that a stage's rows may be cut into, as arrays.
+
+    Attributes:
+        count: Of them.
+        turns: See `Stages`.
+        slots: See `Stages`; over the share of the layers that each holds.
+    """
+
+    count: np.ndarray
+    turns: np.ndarray
+    slots: np.ndarray
+
+
+class _OfTokens(NamedTuple):
+    """Seconds of what is sent for the tokens of a step.
+
+    Attributes:
+        turns: Of all tokens going through the layers of a stage once: what compute waits for, and
+            what it can hide.
+        calls: Likewise of the hops of a microbatch.
+        passed: Of all tokens handed on once, and their gradients.
+        ends: Of what stands beside layers.
+    """
+
+    turns: tuple[float, float]
+    calls: tuple[float, float]
+    passed: float
+    ends: float
+
+
+class _OfWeights(NamedTuple):
+    """Seconds of what is sent for weights.
+
+    Attributes:
+        gathers: Of all of a stage once.
+        sums: Of their gradients once.
+        states: Of new parameters.
+    """
+
+    gathers: float
+    sums: float
+    states: float
+
+
 class Bounds:
     """Of a model on a target."""
 
@@ -71,7 +118,7 @@ class Bounds:
         self._profile, self._target, self._plan = profile, target, bare(plan)
         self._limits = limits_of(profile)
         self._forms = Forms(profile, plan, target, rates)
-        self._sent: dict[tuple[int, ...], dict[tuple[str, bool], float]] = {}
+        self._sent: dict[tuple[int | str, ...], LeastSent] = {}
         learned = [
             (kind.calls, profile.infos[at])
             for kind in profile.kinds
@@ -99,157 +146,163 @@ class Bounds:
             for links in ([rates.node, *inside], [rates.network, *kinds])
         )
         self._wide = np.dtype(plan.precision.compute).itemsize
+        self._adds = np.dtype(plan.precision.accumulation).itemsize
         reduced = (plan.precision.reduction or plan.precision.compute, plan.precision.accumulation)
         self._summed = min(np.dtype(each).itemsize for each in reduced)
         self._at_rest = np.dtype(plan.precision.params).itemsize
-        numbers = [math.prod(info.shape) for info in profile.infos]
-        pairs = list(zip(numbers, profile.infos, profile.moments, strict=True))
-        params = plan.precision.params
-        self._parameters = sum(n * info.at_rest(params).itemsize for n, info, _ in pairs)
-        self._moments = sum((n * moment for n, _, moment in pairs), 0.0)
-        adds = np.dtype(plan.precision.accumulation).itemsize
-        layers = zip(pairs, profile.learns, strict=True)
-        learned = (n for (n, info, _), learns in layers if learns and info.total_layers is not None)
-        self._gradients = adds * sum(learned)
+        self._parameters = self._moments = self._gradients = self._layers = self._updated = 0.0
+        for info, moment, learns in zip(
+            profile.infos, profile.moments, profile.learns, strict=True
+        ):
+            numbers, at_rest = math.prod(info.shape), info.at_rest(plan.precision.params).itemsize
+            self._parameters += numbers * at_rest
+            self._moments += numbers * moment
+            self._updated += learns * updated_bytes(moment, at_rest, self._adds) * numbers
+            if info.total_layers is not None:
+                self._gradients += learns * self._adds * numbers
+                self._layers += numbers * (len(info.shape) > 2)
         self._working = working_of(profile, np.dtype(plan.precision.compute).itemsize)
-        self._room = room
+        self._room, self._node = room, target.gpus
         self._policies, self._ends = least_seconds(profile, target, rates)
 
-    def ordered(self, pinned: Mapping[str, int]) -> Iterator[tuple[float, dict[str, int], Way]]:
+    def ordered(self, pinned: Mapping[str, int]) -> list[tuple[float, dict[str, int], Way]]:
         """All ways with seconds that they need at least, the fewest first."""
         every = [
-            (self.of(mesh, way), mesh, way)
+            (self._of(mesh, way), mesh, way)
             for mesh in meshes(self._target, self._limits, pinned)
             for way in ruled(self._plan, mesh, self._limits, pinned, self._forms)
         ]
-        yield from sorted(every, key=lambda one: one[0])
+        return sorted(every, key=lambda one: one[0])
 
-    def of(self, mesh: Mapping[str, int], way: Way) -> float:
-        """Seconds that it needs at least: with the number of microbatches that is best for it, of
-        those whose layers' inputs fit; infinite where none do."""
-        rows, room, found = self._rows(mesh), self._left(mesh, way), math.inf
+    def _of(self, mesh: Mapping[str, int], way: Way) -> float:
+        """With the number of microbatches that is best for it, of those whose layers' inputs fit;
+        infinite where none do."""
+        rows, room = self._rows(mesh), self._left(mesh, way)
         inner = mesh[MeshAxis.RING] * mesh[MeshAxis.ULYSSES] * mesh[MeshAxis.TENSOR]
-        stages = Stages(count=mesh[MeshAxis.STAGE], chunks=way.chunks)
-        for count in divisors(rows):
-            each = rows / count / inner
-            left = room - each * self._working
-            layers = self._least(left * stages.share / stages.slots(count) / each)
-            if math.isinf(layers):
-                continue
-            found = min(found, self._of(mesh, way, rows, count, layers))
-            if stages.count == 1 and layers == self._least(math.inf):
-                break  # fewer send less
-        return found
+        each = _every(Stages(count=mesh[MeshAxis.STAGE], chunks=way.chunks), rows)
+        held = rows / each.count / inner
+        layers = self._least((room - held * self._working) / each.slots / held)
+        tokens, weights = self._tokens(mesh, way, rows), self._weights(mesh, way)
+        updates, sums = self._touched(mesh, way)
+        runs, several = each.turns * each.count, each.count > 1
+        (of_layers, beside), (calls, calls_beside) = tokens.turns, tokens.calls
+        waited = of_layers + calls * each.count + way.chunks * tokens.passed
+        waited = each.turns * waited + tokens.ends + weights.states
+        waited += way.once * several * weights.sums
+        beside = each.turns * (beside + calls_beside * each.count)
+        beside += weights.gathers * (1.0 if way.whole else 2 * runs)
+        beside += weights.sums * (1.0 - several if way.once else runs)
+        compute = each.turns * layers + self._ends
+        sent = with_sends(compute, waited, beside, self._rates.hiding, self._rates.slowing)
+        return float(np.min(sent + updates + several * each.count * sums))
 
     def _left(self, mesh: Mapping[str, int], way: Way) -> float:
         """Bytes of a device beside parameters, optimizer state and layers' gradients, split as far
         as may be."""
         data, size, others = mesh[MeshAxis.DATA], self._target.size, self._moments + self._gradients
+        inner = mesh[MeshAxis.TENSOR] * mesh[MeshAxis.STAGE]
         if way.stored:
-            return self._room - (self._parameters + others) * data / size
-        whole = data * mesh[MeshAxis.FSDP]
-        return self._room - (self._parameters * whole + others) / size
+            own = (self._parameters + others) * data / size
+            return self._room - own - way.whole * self._wide * self._layers / inner
+        held = self._parameters + way.once * self._gradients
+        others -= way.once * self._gradients
+        return self._room - held / inner / mesh[MeshAxis.EXPERT] - others / size
 
-    def _least(self, room: float) -> float:
+    def _touched(self, mesh: Mapping[str, int], way: Way) -> tuple[float, float]:
+        """Seconds of updates, and of adding up a microbatch's gradients; see `touched`."""
+        own = (mesh[MeshAxis.DATA] if way.stored else 1) / self._target.size
+        summed = 1 / mesh[MeshAxis.TENSOR] / mesh[MeshAxis.STAGE] if way.once else own
+        each = touched_by_microbatch(summed * self._gradients, 2)
+        return own * self._updated / self._rates.memory, each / self._rates.memory
+
+    def _least(self, room: np.ndarray) -> np.ndarray:
         """Seconds of layers that keep so much of a row at most, infinite where none keep so
         little: on the line between the two policies around it."""
-        known = self._policies
-        if not known:
-            return 0.0
-        at = bisect.bisect_right(known, (room, math.inf))
-        if at == 0:
-            return math.inf
-        kept, seconds = known[at - 1]
-        if at == len(known):
-            return seconds
-        more, fewer = known[at]
-        return seconds - (seconds - fewer) * (room - kept) / (more - kept)
+        if not self._policies:
+            return np.zeros_like(room)
+        kept, seconds = zip(*self._policies, strict=True)
+        return np.interp(room, kept, seconds, left=math.inf)
 
-    def _of(
-        self, mesh: Mapping[str, int], way: Way, rows: int, microbatches: int, layers: float
-    ) -> float:
-        count, along = mesh[MeshAxis.STAGE], mesh[MeshAxis.RING] * mesh[MeshAxis.ULYSSES]
-        stages = Stages(count=count, chunks=way.chunks)
-        turns = stages.turns(microbatches)
-        tokens = rows * self._profile.tokens / along
-        waited = beside = 0.0
-        for (axis, hidden), sent in self._sent.get(self._key(mesh), {}).items():
-            seconds = turns * tokens / count * sent / self._rate(mesh, MeshAxis(axis))
-            waited, beside = (waited, beside + seconds) if hidden else (waited + seconds, beside)
-        if way.form is not None:
-            for axis, sent in way.form.sent.items():
-                waited += turns * tokens / count * sent / self._rate(mesh, MeshAxis(axis))
+    def _tokens(self, mesh: Mapping[str, int], way: Way, rows: int) -> "_OfTokens":
+        """What is sent for a step's tokens."""
+        along, t = mesh[MeshAxis.RING] * mesh[MeshAxis.ULYSSES], mesh[MeshAxis.TENSOR]
+        tokens, count = rows * self._profile.tokens / along, mesh[MeshAxis.STAGE]
+        turns, calls, passed, ends = [0.0, 0.0], [0.0, 0.0], 0.0, 0.0
+        for (axis, hidden), (sent, hops) in self._layers_sent(mesh, way).items():
+            link = self._link(mesh, MeshAxis(axis))
+            turns[hidden] += tokens / count * sent / link.bytes_per_s
+            calls[hidden] += hops / count * link.latency_s
+        held = tokens / t * self._profile.width * self._wide
+        if t > 1 and self._profile.kinds:
+            sent = (5 + 2 / count) * (t - 1) * held
+            ends += sent / self._link(mesh, MeshAxis.TENSOR).bytes_per_s
         if count > 1:
-            held = tokens / mesh[MeshAxis.TENSOR] * self._profile.width * self._wide
-            sent = 2 * stages.runs(microbatches) / microbatches + 2
-            waited += sent * held / self._rate(mesh, MeshAxis.STAGE)
-        gathers, states = self._weights(mesh, way, turns * microbatches)
-        return Seconds(
-            compute=turns * layers + self._ends,
-            waited=waited + states,
-            beside=beside + gathers,
-            hiding=self._rates.hiding,
-            slowing=self._rates.slowing,
-        ).total
+            link = self._link(mesh, MeshAxis.STAGE)
+            passed = 2 * held / link.bytes_per_s
+            both = (count - 1) / count * (1 + 2 * t) if self._profile.vocab else 0.0
+            ends += (2 + both) * held / link.bytes_per_s
+        return _OfTokens((turns[0], turns[1]), (calls[0], calls[1]), passed, ends)
 
-    def _weights(self, mesh: Mapping[str, int], way: Way, runs: float) -> tuple[float, float]:
-        """Of gathers of weights and sums of gradients, that compute may hide; of new parameters."""
+    def _layers_sent(self, mesh: Mapping[str, int], way: Way) -> LeastSent:
+        """Of meshes that split tokens' matmuls alike, with one form for experts, found on the
+        first of them."""
+        form = "" if way.form is None else way.form.words
+        key = (form, *(mesh[axis] for axis in _WITHIN))
+        if key not in self._sent:
+            try:
+                parts = Parts(abstract(way.plan(), self._target.size))
+                self._sent[key] = least_sent(self._profile, parts)
+            except PlanError:
+                self._sent[key] = {}
+        return self._sent[key]
+
+    def _weights(self, mesh: Mapping[str, int], way: Way) -> "_OfWeights":
+        """Of gathers of weights and sums of gradients; of new parameters."""
         data, fsdp, expert = (mesh[axis] for axis in _TOKENS)
         along = mesh[MeshAxis.RING] * mesh[MeshAxis.ULYSSES]
         inner = mesh[MeshAxis.TENSOR] * mesh[MeshAxis.STAGE]
-        numbers, experts = self._numbers / inner, self._experts / inner
-        if (
-            way.form is not None and way.form.experts.dispatch == WEIGHTS
-        ):  # they are weights like others
-            numbers, experts = numbers + experts, 0.0
-        else:
-            experts /= expert * along
-        sums, times = 1.0 if way.once else runs, self._collectives / mesh[MeshAxis.STAGE]
+        numbers, experts = self._numbers / inner, self._experts / inner / expert / along
+        if way.form is not None and way.form.gathers:  # they are weights like others
+            numbers, experts = numbers + self._experts / inner, 0.0
+        times = self._collectives / mesh[MeshAxis.STAGE]
         if not way.stored:
             axis = MeshAxis.DATA if data > 1 else MeshAxis.FSDP
             link, ways = self._link(mesh, axis), data * fsdp * expert
             one = (1 - 1 / ways) / link.bytes_per_s
             theirs = (1 - 1 / (data * fsdp)) / link.bytes_per_s
             sent = one * numbers + theirs * experts
-            hops = sums * (ways - 1) * times * link.latency_s
-            return sums * self._summed * sent + hops, self._at_rest * sent
-        gathers, ways = 1.0 if way.whole else 2 * runs, fsdp * expert
+            wide = self._adds if way.once else self._summed
+            sums = wide * sent + (ways - 1) * times * link.latency_s
+            return _OfWeights(0.0, sums, self._at_rest * sent)
+        ways = fsdp * expert
         if self._embed % (ways * along) == 0:
             ways *= along  # devices that share a sequence share storage too
         own = (1 - 1 / ways) * numbers + (1 - 1 / fsdp) * experts
-        sent = (gathers * self._wide + sums * self._summed) * own
         link = self._link(mesh, MeshAxis.FSDP if fsdp * expert > 1 else MeshAxis.RING)
-        found = sent / link.bytes_per_s + (gathers + sums) * (ways - 1) * times * link.latency_s
+        hops = (ways - 1) * times * link.latency_s
+        gathers, sums = (wide * own / link.bytes_per_s for wide in (self._wide, self._summed))
         if data > 1:
             held = self._summed * (numbers / fsdp / expert / along + experts / fsdp)
-            found += 2 * (1 - 1 / data) * sums * held / self._rate(mesh, MeshAxis.DATA)
-        return found, 0.0
-
-    def _rate(self, mesh: Mapping[str, int], axis: MeshAxis) -> float:
-        return self._link(mesh, axis).bytes_per_s
+            sums += 2 * (1 - 1 / data) * held / self._link(mesh, MeshAxis.DATA).bytes_per_s
+        return _OfWeights(gathers + hops, sums + hops, 0.0)
 
     def _link(self, mesh: Mapping[str, int], axis: MeshAxis) -> Link:
         """The slowest in a ring along an axis."""
         span = math.prod(mesh[inner] for inner in AXES[AXES.index(axis) :])
-        return self._within if self._target.gpus % span == 0 else self._between
-
-    def learn(self, mesh: Mapping[str, int], on_mesh: OnMesh) -> None:
-        """What layers of such a mesh send for a token, but to its experts: that is known."""
-        key = self._key(mesh)
-        if key not in self._sent:
-            found, one = on_mesh.least_sent(), on_mesh.tokens(1)
-            for kind in self._profile.kinds:
-                held = one.held / one.inside * kind.tokens / self._profile.tokens
-                for sent in experts_sent(self._profile, on_mesh.parts, kind, held):
-                    outer = (min(sent.axes, key=MESH_AXES.index), sent.hidden)
-                    found[outer] = max(0.0, found[outer] - kind.calls * sent.bytes)
-            self._sent[key] = found
+        return self._within if self._node % span == 0 else self._between
 
     def _rows(self, mesh: Mapping[str, int]) -> int:
         return self._profile.rows // math.prod(mesh[axis] for axis in _TOKENS)
 
-    def _key(self, mesh: Mapping[str, int]) -> tuple[int, ...]:
-        return tuple(mesh[axis] for axis in _WITHIN)
+
+@functools.cache
+def _every(stages: Stages, rows: int) -> _Every:
+    counts = divisors(rows)
+    return _Every(
+        count=np.array(counts),
+        turns=np.array([stages.turns(one) for one in counts]),
+        slots=np.array([stages.slots(one) / stages.share for one in counts]),
+    )
 
 
 @functools.cache

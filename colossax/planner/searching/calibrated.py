@@ -133,4 +133,5 @@ def ratio(one: Mapping[str, Any], sizes: Mapping[str, int], target: Target, rate
         link = rates.within.get(one["kind"], rates.node)
     link = rates.network if link is None else link
     group = math.prod(sizes[axis] for axis in axes)
-    return target.ring_seconds(one["ring_bytes"], group, one["count"], link) / one["seconds"]
+    found = target.ring_seconds(one["ring_bytes"], group, one["count"], link, one["kind"])
+    return found / one["seconds"]

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from colossax.aot import Target
-from colossax.config import MESH_AXES, ExpertsConfig, MeshAxis, Plan
+from colossax.config import ExpertsConfig, MeshAxis, Plan
 from colossax.planner.profiling import ModelProfile
 from colossax.planner.searching.experts import (
     GATHER,
@@ -36,12 +36,15 @@ class Form(NamedTuple):
     Attributes:
         experts: Of the plan.
         words: For people; empty where it is what the plan takes of itself.
-        sent: Of a token within all layers, by the outermost axis that it goes along.
     """
 
     experts: ExpertsConfig
     words: str
-    sent: Mapping[str, float]
+
+    @property
+    def gathers(self) -> bool:
+        """Whether the experts are gathered, and not tokens or rows sent."""
+        return self.experts.dispatch == WEIGHTS
 
 
 class _Timed(NamedTuple):
@@ -131,7 +134,7 @@ class Forms:
     ) -> _Timed:
         held = 1.0 / mesh[MeshAxis.TENSOR] if MeshAxis.TENSOR in own else 1.0
         inside = self._tokens / (mesh[MeshAxis.RING] * mesh[MeshAxis.ULYSSES])
-        begins, row, sent = 0.0, 0.0, dict[str, float]()
+        begins = row = 0.0
         for calls, mixture in self._mixtures:
             meeting = self._meeting(mesh, own, asked, mixture)
             for one in meeting.sent(asked):
@@ -139,9 +142,7 @@ class Forms:
                 link = link_for(one.kind, along, self._rates)
                 begins += calls * (meeting.size(one.axes) - 1) * one.times * link.latency_s
                 row += calls * held * inside * one.bytes / link.bytes_per_s
-                outer = min(one.axes, key=MESH_AXES.index)
-                sent[outer] = sent.get(outer, 0.0) + calls * held * one.bytes
-        return _Timed(Form(asked, words, sent), begins, row)
+        return _Timed(Form(asked, words), begins, row)
 
     def _meeting(
         self, mesh: Mapping[str, int], own: frozenset[str], asked: ExpertsConfig, one: Mixture

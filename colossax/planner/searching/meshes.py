@@ -124,8 +124,9 @@ def factors(number: int, count: int) -> tuple[tuple[int, ...], ...]:
     )
 
 
-CHUNKS = (1, 2, 4)
-"""Of a stage, that are tried: more have shorter bubbles, more that waits and more messages."""
+CHUNKS = ((1, 2, 4), (1, 3, 5))
+"""Of a stage with an even and with an odd number of layers, that are tried: more have shorter
+bubbles, more that waits and more messages."""
 
 
 class Way(NamedTuple):
@@ -230,8 +231,9 @@ def _ruled(
     # Gathered or summed once a step, experts would be whole on every device of their group.
     if mesh[MeshAxis.EXPERT] == 1:
         ways += [("zero3", "step", False)] * split + [("zero1", "microbatch", True)] * states
-    for chunks in CHUNKS:
-        if limits.layers % (stages * chunks):
+    layers = limits.layers // stages
+    for chunks in CHUNKS[layers % 2]:
+        if layers % chunks:
             continue
         for name, gather, once in ways:
             rules = rules_of(name + tensor)

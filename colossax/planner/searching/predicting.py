@@ -1,7 +1,6 @@
 """What a model on a mesh needs and takes, by formula alone."""
 
 import dataclasses
-import math
 from collections.abc import Sequence
 
 from colossax.aot import Target
@@ -14,6 +13,7 @@ from colossax.planner.searching.seconds import (
     Rates,
     Seconds,
     collectives_seconds,
+    hops_of,
     rates_of,
 )
 from colossax.planner.searching.sends import (
@@ -97,9 +97,7 @@ class OnMesh:
             raise PlanError(f"{profile.tokens} tokens cannot be shared by {along} devices")
         self.stored: Stored = stored(profile, self.parts)
         self.stages = stages_of(plan, self.parts)
-        self._along = along
         self.tensor = self.parts.size((MeshAxis.TENSOR.value,))
-        self._splits = MeshAxis.TENSOR.value in activation_axes(bound, "seq:residual")
         self._weights = weights_sent(profile, self.parts)
         self._states = states_sent(profile, self.parts)
         self._touched = touched_by_step(profile, self.parts)
@@ -111,9 +109,7 @@ class OnMesh:
 
     def tokens(self, rows: int) -> Tokens:
         """Of a microbatch of so many rows of each device."""
-        inside = rows * self.profile.tokens / self._along
-        held = inside / (self.tensor if self._splits else 1)
-        return Tokens(inside=inside, held=held)
+        return tokens_of(self.profile, self.parts, rows)
 
     def kept(self, number: int, names: frozenset[str], tokens: Tokens) -> float:
         """Bytes that one call of a kind of layer keeps under a policy."""
@@ -150,27 +146,8 @@ class OnMesh:
         return self.compute(number, names, tokens) + self._waited[key] * tokens.inside
 
     def policies(self) -> list[frozenset[str]]:
-        """Names that layers might keep, of which all kinds of layers know."""
-        each = [set(kind.traced.again) for kind in self.profile.kinds]
-        return sorted(set.intersection(*each), key=sorted) if each else []
-
-    def least_sent(self) -> dict[tuple[str, bool], float]:
-        """Bytes of all layers for a token of a device, by the outermost axis that they go along and
-        whether compute can hide them, of each the fewest that any policy has."""
-        one_row, profile = self.tokens(1), self.profile
-        found: dict[tuple[str, bool], float] = {}
-        for number, names in enumerate(self.policies()):
-            sums: dict[tuple[str, bool], float] = {}
-            for kind, wide in zip(profile.kinds, self._widths, strict=True):
-                for one in layer_sent(profile, self.parts, kind, wide, one_row, names):
-                    key = (min(one.axes, key=MESH_AXES.index), one.hidden)
-                    sent = kind.calls * one.bytes / one_row.inside
-                    sums[key] = sums.get(key, 0.0) + sent
-            found = {
-                key: min(sums.get(key, 0.0), found.get(key, 0.0) if number else math.inf)
-                for key in sums
-            }
-        return found
+        """See `policies`."""
+        return policies(self.profile)
 
     def ends(self, tokens: Tokens) -> float:
         """Seconds of what stands beside the layers."""
@@ -291,6 +268,55 @@ class OnMesh:
             flops.append(one.flops / part)
             total += (2 + self.profile.learns[kind.leaves[one.leaf]]) * flops[-1]
         return total, flops
+
+
+def tokens_of(profile: ModelProfile, parts: Parts, rows: int) -> Tokens:
+    """Of a microbatch of so many rows of each device."""
+    bound = parts.bound
+    inside = rows * profile.tokens / parts.size(seq_axes(bound))
+    splits = MeshAxis.TENSOR.value in activation_axes(bound, "seq:residual")
+    return Tokens(inside=inside, held=inside / (parts.size((MeshAxis.TENSOR,)) if splits else 1))
+
+
+def policies(profile: ModelProfile) -> list[frozenset[str]]:
+    """Names that layers might keep, of which all kinds of layers know."""
+    each = [set(kind.traced.again) for kind in profile.kinds]
+    return sorted(set.intersection(*each), key=sorted) if each else []
+
+
+LeastSent = dict[tuple[str, bool], tuple[float, float]]
+"""See `least_sent`."""
+
+
+def least_sent(profile: ModelProfile, parts: Parts) -> LeastSent:
+    """Of all layers, by the outermost axis that it goes along and whether compute can hide it:
+    bytes for a token of a device, and hops for a microbatch, of each the fewest that any policy
+    has.
+
+    Raises:
+        PlanError: The mesh does not divide the model.
+    """
+    one_row, least = (
+        tokens_of(profile, parts, 1),
+        dict[tuple[str, bool], list[tuple[float, float]]](),
+    )
+    wide = [widths(profile, parts, kind) for kind in profile.kinds]
+    every = policies(profile)
+    for names in every:
+        sums: LeastSent = {}
+        for kind, split in zip(profile.kinds, wide, strict=True):
+            for one in layer_sent(profile, parts, kind, split, one_row, names):
+                key = (min(one.axes, key=MESH_AXES.index), one.hidden)
+                sent, hops = sums.get(key, (0.0, 0.0))
+                sent += kind.calls * one.bytes / one_row.inside
+                sums[key] = sent, hops + kind.calls * hops_of(one, parts)
+        for key, found in sums.items():
+            least.setdefault(key, []).append(found)
+    return {
+        key: (min(one for one, _ in found), min(hops for _, hops in found))
+        for key, found in least.items()
+        if len(found) == len(every)
+    }
 
 
 def least_seconds(

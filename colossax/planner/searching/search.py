@@ -118,12 +118,9 @@ def search(
     # What layers keep need not fit a device where it may live elsewhere.
     bounds = Bounds(profile, plan, target, rates, room if host is None else math.inf)
     fastest = Fastest(count)
-    for at_least, mesh, way in bounds.ordered(asked.pinned):
+    for at_least, _, way in bounds.ordered(asked.pinned):
         if at_least > fastest.slowest:
             break
-        # More is known of some meshes by now.
-        if bounds.of(mesh, way) > fastest.slowest:
-            continue
         ruled_plan = way.plan()
         if id(way.rules) not in choices:
             choices[id(way.rules)] = Choices(ruled_plan.effective_rules)
@@ -134,7 +131,6 @@ def search(
         divided = True
         if not asked.held(profile.infos, on_mesh.parts):
             continue
-        bounds.learn(mesh, on_mesh)
         best, least, number = _best(on_mesh, plan.loss.vocab_chunks, room)
         if host is not None and way.hosts:
             best, more = _with_host(on_mesh, plan.loss.vocab_chunks, room, host, best)

@@ -8,8 +8,11 @@ compute, as long as that lasts; sums of activations are waited for.
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
-from colossax.aot import Link, Target
+import numpy as np
+
+from colossax.aot import Link, Target, hops
 from colossax.config import MESH_AXES, FrozenDict, Plan
 from colossax.errors import PlanError
 from colossax.planner.counting.flops import peak_flops
@@ -134,13 +137,19 @@ class Seconds:
     @property
     def total(self) -> float:
         """What a step takes."""
-        sent = self.waited + self.exposed + self.slowed
-        return self.compute + sent + self.memory + self.bus + self.fixed
+        sent = with_sends(self.compute, self.waited, self.beside, self.hiding, self.slowing)
+        return float(sent) + self.memory + self.bus + self.fixed
 
     @property
     def slowed(self) -> float:
         """What collectives beside compute take of it."""
         return self.slowing * (self.beside - self.exposed)
+
+
+def with_sends(compute: Any, waited: Any, beside: Any, hiding: float, slowing: float) -> Any:
+    """Seconds of what is computed and sent, see `Seconds`; of numbers, or of arrays of them."""
+    exposed = np.maximum(0.0, beside - hiding * compute)
+    return compute + waited + exposed + slowing * (beside - exposed)
 
 
 def link_along(
@@ -182,6 +191,10 @@ def collectives_seconds(
     found = [0.0, 0.0]
     for one in sent:
         link = link_of(one, target, parts, rates)
-        hops = (parts.size(one.axes) - 1) * one.times * link.latency_s
-        found[one.hidden] += hops + one.bytes / link.bytes_per_s
+        found[one.hidden] += hops_of(one, parts) * link.latency_s + one.bytes / link.bytes_per_s
     return found[0], found[1]
+
+
+def hops_of(one: Sent, parts: Parts) -> float:
+    """Latencies that a collective takes, every time that it runs."""
+    return one.times * hops(one.kind, parts.size(one.axes))

@@ -22,9 +22,20 @@ def touched_by_step(profile: ModelProfile, parts: Parts) -> float:
     for info, moment, learns in zip(profile.infos, profile.moments, profile.learns, strict=True):
         if learns:
             own = parts.size(parts.axes("optimizer", info.dims, info.shape))
-            both = 2 * (moment + info.at_rest(precision.params).itemsize) + adds
-            total += both * math.prod(info.shape) / own
+            each = updated_bytes(moment, info.at_rest(precision.params).itemsize, adds)
+            total += each * math.prod(info.shape) / own
     return total
+
+
+def updated_bytes(moments: float, at_rest: float, adds: float) -> float:
+    """Of a number, bytes that its update reads and writes.
+
+    Args:
+        moments: Of its optimizer state.
+        at_rest: Of the number.
+        adds: Of its gradient.
+    """
+    return 2 * (moments + at_rest) + adds
 
 
 def touched_by_microbatch(gradients: float, microbatches: int) -> float:
