@@ -193,10 +193,13 @@ def ruled(
     found = forms(mesh, splits=splits, folded=folded)
     for way in ways:
         for one in found:
-            words = " ".join(filter(None, (way.words, one.words)))
-            make = (
-                functools.partial(_with_experts, way.plan, one.experts) if one.words else way.plan
-            )
+            if one.gathers and (way.whole or not way.stored):
+                continue  # every device would have all experts, all of a step
+            if not one.words:
+                yield way._replace(form=one)
+                continue
+            words = f"{way.words} {one.words}"
+            make = functools.partial(_with_experts, way.plan, one.experts)
             yield way._replace(words=words, plan=make, form=one)
 
 
