@@ -1,0 +1,59 @@
+"""Forms in which tokens meet experts, by formula and in programs compiled for H100s."""
+
+import dataclasses
+
+import pytest
+
+from colossax.aot import parse_target
+from colossax.config import ExpertsConfig, LossConfig, Segment, preset
+from colossax.planner import inspect_task
+from colossax.planner.profiling import profile_task
+from colossax.planner.searching import predict
+from colossax.recipes import recipe
+from colossax.tasks import task_of
+
+pytestmark = pytest.mark.aot
+
+GATHER = ExpertsConfig(dispatch="gather")
+WEIGHTS = ExpertsConfig(dispatch="weights")
+LEVELS = ExpertsConfig(dispatch="passes", hierarchical=True)
+
+
+@pytest.mark.catches("gathered-tokens-take-no-memory")
+@pytest.mark.catches("buffers-of-experts-are-as-full-as-loads")
+@pytest.mark.parametrize(
+    ("target", "mesh", "experts", "count"),
+    [
+        ("h100:1x8", {"fsdp": 2, "expert": 4}, GATHER, 8),
+        ("h100:1x8", {"fsdp": 4, "ring": 2}, WEIGHTS, 8),
+        ("h100:2x8", {"expert": 2, "tensor": 8}, LEVELS, 16),
+    ],
+)
+def test_bytes_of_each_form_are_those_of_its_program(target, mesh, experts, count):
+    """Four layers of Mixtral 8x7B, two rows a device."""
+    config, target = recipe("mixtral_8x7b"), parse_target(target)
+    plan = preset(
+        "zero3+megatron_sp" if "tensor" in mesh else "zero3",
+        mesh=mesh,
+        segments=(Segment(remat="full"),),
+        precision=config.plan.precision,
+        loss=LossConfig(vocab_chunks=8),
+        experts=experts,
+    )
+    rows = 2 * mesh.get("fsdp", 1) * mesh.get("expert", 1)
+    data = dataclasses.replace(config.data, global_batch=rows)
+    model = dataclasses.replace(config.model, layers=4, experts=count)
+    task = task_of(config.replace(plan=plan, data=data, model=model))
+    predicted = predict(profile_task(task, plan, target), plan, target)
+    found = inspect_task(task, plan, target)
+    assert predicted.bytes.total == pytest.approx(found.memory.total_bytes, rel=0.05)
+    said = sum(predicted.microbatches * one.bytes for one in predicted.sent)
+    said += sum(one.bytes for one in predicted.sent_once)
+    truth = sum(link.totals.ring_bytes for link in found.links)
+    assert said == pytest.approx(truth, rel=0.005)
+    # Each kind along its axes: nothing makes up for what is left out elsewhere.
+    for kind, axes in {(one.kind, one.axes) for one in predicted.sent if one.kind == "all-to-all"}:
+        own = sum(one.bytes for one in predicted.sent if (one.kind, one.axes) == (kind, axes))
+        sums = [link.totals for link in found.links if link.totals.kind == kind]
+        there = sum(one.ring_bytes for one in sums if one.axis == " x ".join(axes))
+        assert own == pytest.approx(there, rel=0.01), (kind, axes)
