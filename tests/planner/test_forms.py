@@ -212,7 +212,7 @@ def test_what_is_found_is_the_fastest_of_all_forms(name):
     given, changed = CASES[name]
     profile, rates = mixture(**given), fast(**changed)
     gathered = name == "narrow experts"
-    pinned = {"stage": 1, **({"data": 1, "tensor": 1, "ulysses": 1} if gathered else {})}
+    pinned = {"stage": 1, **({"tensor": 1, "ulysses": 1} if gathered else {})}
     asked = Asked(sizes=pinned)
     found = search(profile, PLAN, TWO, room=8e9, rates=rates, asked=asked)
     by_form = {}
