@@ -27,7 +27,7 @@ def touched_by_step(profile: ModelProfile, parts: Parts) -> float:
     return total
 
 
-def updated_bytes(moments: float, at_rest: float, adds: float) -> float:
+def updated_bytes(moments: float, at_rest: int, adds: int) -> float:
     """Of a number, bytes that its update reads and writes.
 
     Args:
