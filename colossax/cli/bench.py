@@ -18,6 +18,7 @@ from colossax.cli import bench_offload, bench_stages
 from colossax.cli.machine import versions
 from colossax.cli.output import standard_output, tell
 from colossax.cli.overrides import Override
+from colossax.cli.written import file_to_write
 from colossax.errors import InputError
 from colossax.files import write_whole
 from colossax.pallas import current_target
@@ -67,8 +68,7 @@ def run(_verb: str, args: argparse.Namespace, overrides: list[Override]) -> int:
     of_a_recipe = args.what in ("stages", "links")
     if not of_a_recipe:
         _refuse_recipe(args, overrides)
-    if args.out is not None and not args.out.parent.is_dir():
-        raise InputError(f"--out {args.out}: there is no folder {args.out.parent}; make it first")
+    file_to_write(args.out, "--out")
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     if of_a_recipe:
         return bench_stages.run(args, overrides)

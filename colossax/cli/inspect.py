@@ -4,7 +4,6 @@ import argparse
 import dataclasses
 import itertools
 import json
-from pathlib import Path
 
 import jax
 
@@ -14,6 +13,7 @@ from colossax.cli.options import preset_overrides
 from colossax.cli.output import put, tell
 from colossax.cli.overrides import Override, apply_overrides
 from colossax.cli.recipes import run_as_asked
+from colossax.cli.written import file_to_write, writing
 from colossax.config import Plan
 from colossax.errors import InputError
 from colossax.planner import (
@@ -59,11 +59,18 @@ def run(_verb: str, args: argparse.Namespace, overrides: list[Override]) -> int:
         overrides = [("plan", args.plan), *overrides]
     if args.compare_layouts is not None:
         return _compare_layouts(args, overrides)
+    hlo, plot = file_to_write(args.hlo, "--hlo"), file_to_write(args.plot, "--plot")
     inspected = {
         asked.label: _inspected(asked, largest=args.largest_microbatch)
         for asked in _asked(args, overrides)
     }
-    _write(args, inspected)
+    with writing(hlo, plot):
+        if hlo:
+            hlo.write_text("\n".join(i.program.hlo for i in inspected.values()), "utf-8")
+        if plot:
+            from colossax.planner.counting.inspection_plot import plot_inspections
+
+            plot_inspections(inspected, plot)
     if args.json:
         for one in inspected.values():
             put(json.dumps(one.to_json()) + "\n")
@@ -163,26 +170,6 @@ def _compare_layouts(args: argparse.Namespace, overrides: list[Override]) -> int
         else:
             put(describe_layouts(config.recipe, target.name, layouts))
     return 0
-
-
-def _write(args: argparse.Namespace, inspected: dict[str, Inspection]) -> None:
-    """The files asked for.
-
-    Raises:
-        InputError: They cannot be written.
-    """
-    try:
-        if args.hlo:
-            Path(args.hlo).write_text("\n".join(i.program.hlo for i in inspected.values()), "utf-8")
-        if args.plot:
-            from colossax.planner.counting.inspection_plot import plot_inspections
-
-            plot_inspections(inspected, Path(args.plot))
-    except OSError as problem:
-        name = problem.filename or args.hlo or args.plot
-        raise InputError(
-            f"'{name}' cannot be written: {problem.strerror}; choose another"
-        ) from None
 
 
 def _tell(line: str) -> None:

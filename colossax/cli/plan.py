@@ -10,9 +10,9 @@ from colossax.cli.output import put, tell
 from colossax.cli.overrides import Override, apply_overrides
 from colossax.cli.recipes import run_as_asked
 from colossax.cli.serving_plans import check_serving, run_serving
-from colossax.config import user_path
+from colossax.cli.written import file_to_write, writing
 from colossax.errors import InputError
-from colossax.planner.searching import Answer, Subject, asked_of, calibrated_by, plan_run
+from colossax.planner.searching import Subject, asked_of, calibrated_by, plan_run
 from colossax.planner.telling import describe_plans
 from colossax.recipes import OwnTask, any_recipe, recipe_from_file
 from colossax.tasks import TrainConfig
@@ -23,8 +23,9 @@ def run(_verb: str, args: argparse.Namespace, overrides: list[Override]) -> int:
     # What is planned for is not what is here: a GPU on this machine must not be claimed.
     jax.config.update("jax_platforms", "cpu")
     check_serving(args)
+    out, plot = file_to_write(args.out, "--out"), file_to_write(args.plot, "--plot")
     if args.serve:
-        return run_serving(args, overrides, _given(args))
+        return run_serving(args, overrides, _given(args), out)
     subject, plan, target_name, name = _subject(args, overrides)
     target = parse_target(target_name, network=args.network, between=args.between)
     answer = plan_run(
@@ -39,7 +40,13 @@ def run(_verb: str, args: argparse.Namespace, overrides: list[Override]) -> int:
         rates=calibrated_by(args.rates, target, plan),
         tell=lambda line: tell(f"{line}\n"),
     )
-    _write(args, answer)
+    with writing(out, plot):
+        if out:
+            out.write_text(answer.plans[0].plan.to_json() + "\n", "utf-8")
+        if plot:
+            from colossax.planner.telling.plan_plot import plot_plans
+
+            plot_plans(answer, plot)
     if args.json:
         facts = {"recipe": name, "target": target.name, "scored": answer.scored}
         facts |= {"rates": answer.rates} if answer.rates else {}
@@ -83,24 +90,3 @@ def _subject(args: argparse.Namespace, overrides: list[Override]):
         )
     assert own.config is not None
     return Subject(task=own.task, fresh=args.no_cache), own.config.plan, args.target, own.name
-
-
-def _write(args: argparse.Namespace, answer: Answer) -> None:
-    """The files asked for.
-
-    Raises:
-        InputError: They cannot be written.
-    """
-    try:
-        if args.out:
-            text = answer.plans[0].plan.to_json() + "\n"
-            user_path(args.out, "--out").write_text(text, "utf-8")
-        if args.plot:
-            from colossax.planner.telling.plan_plot import plot_plans
-
-            plot_plans(answer, user_path(args.plot, "--plot"))
-    except OSError as problem:
-        name = problem.filename or args.out or args.plot
-        raise InputError(
-            f"'{name}' cannot be written: {problem.strerror}; choose another"
-        ) from None

@@ -4,12 +4,14 @@ import argparse
 import dataclasses
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from colossax.cli.arguments import number, real
 from colossax.cli.output import put, tell
 from colossax.cli.overrides import Override, apply_overrides
-from colossax.config import Plan, above, user_path
+from colossax.cli.written import writing
+from colossax.config import Plan, above
 from colossax.errors import InputError
 from colossax.tasks import TrainConfig
 
@@ -67,13 +69,16 @@ def check_serving(args: argparse.Namespace) -> None:
             )
 
 
-def run_serving(args: argparse.Namespace, overrides: Sequence[Override], given: Any) -> int:
+def run_serving(
+    args: argparse.Namespace, overrides: Sequence[Override], given: Any, out: Path | None
+) -> int:
     """Plan for serving as asked and return the exit code.
 
     Args:
         args: See `serving_options`.
         overrides: Put over the recipe.
         given: What the recipe gives.
+        out: The first plan's file.
 
     Raises:
         InputError: It has no whole model of the library.
@@ -110,14 +115,9 @@ def run_serving(args: argparse.Namespace, overrides: Sequence[Override], given: 
         device_gb=args.device_gb,
         tell=lambda line: tell(f"{line}\n"),
     )
-    if args.out:
-        path = user_path(args.out, "--out")
-        try:
-            path.write_text(answer.best.plan.to_json() + "\n", "utf-8")
-        except OSError as problem:
-            raise InputError(
-                f"'{path}' cannot be written: {problem.strerror}; choose another"
-            ) from None
+    with writing(out):
+        if out:
+            out.write_text(answer.best.plan.to_json() + "\n", "utf-8")
     if args.json:
         facts = {"recipe": config.recipe, "target": target.name, "scored": answer.scored}
         put(json.dumps({**facts, "plans": [one.to_json() for one in answer.plans]}) + "\n")

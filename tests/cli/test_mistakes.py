@@ -36,6 +36,7 @@ TABLE = {
     ],
     "plan llama_tiny --allow stat=bfloat16": ["'stat' is nothing that can be allowed", "'state'"],
     "plan llama_tiny --target h100:1x8 --no-compile --rates none.json": ["no such file", "--out"],
+    "plan llama_tiny --target h100:1x8 --plot empty": ["--plot empty: is a folder", "name a file"],
     "plan llama_tiny --top 0": ["--top", "found 0"],
     "plan llama_tiny --pin tensor": ["--pin: found 'tensor'", "tensor=4"],
     "plan llama_tiny --pin tensor=x": ["--pin tensor: found 'x'", "1 or more"],

@@ -49,6 +49,22 @@ def test_a_plan_is_told_written_and_drawn(planned, capsys):
     assert "plans on 8 x" in said.err
 
 
+@pytest.mark.catches("files-are-refused-at-the-end")
+@pytest.mark.parametrize("verb", ["plan", "plan --serve", "inspect"])
+def test_files_that_cannot_be_written_are_refused_at_once(verb, tmp_path, monkeypatch, capsys):
+    """Before anything is read or compiled, which takes minutes."""
+    for room in ("cli.plan", "cli.inspect", "aot"):
+        monkeypatch.setattr(f"colossax.{room}.parse_target", None)
+    asks = f"{verb} llama_tiny --target h100:1x8".split()
+    option = "--hlo" if verb == "inspect" else "--out"
+    for path, said in (
+        (tmp_path, f"{option} {tmp_path}: is a folder; name a file in it"),
+        (tmp_path / "no" / "x", f"x: there is no folder {tmp_path / 'no'}; make it first"),
+    ):
+        assert main([*asks, option, str(path)]) == 2
+        assert said in capsys.readouterr().err.splitlines()[-1]
+
+
 def test_people_read_the_best_in_words(planned, capsys):
     assert asked(planned, "--pin", "tensor=2", "--forbid", "ring", "--forbid", "ulysses") == 0
     said = capsys.readouterr().out

@@ -15,6 +15,7 @@ import jax
 import pytest
 
 from colossax.cli import main
+from colossax.config import Plan
 from tests.launching import write_text
 
 BASE = (
@@ -127,7 +128,8 @@ def test_what_a_client_is_told(folder, capsys):
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["data=2,tensor=2", "stage=2,tensor=2"])
 def test_engines_that_share_requests(mesh, folder, capsys):
-    """Two of two devices each: the text of `generate`, and counts of both."""
+    """Two of two devices each, by a mesh and by a plan in a file: the text of `generate`, and
+    counts of both."""
     import openai
 
     capsys.readouterr()
@@ -136,6 +138,9 @@ def test_engines_that_share_requests(mesh, folder, capsys):
     expected = json.loads(capsys.readouterr().out)["text"]
     seats = 2 if mesh.startswith("data") else 4
     plan = ["--devices=4", f"--plan.mesh={mesh}"]
+    if mesh.startswith("data"):
+        (folder / "plan.json").write_text(Plan(mesh={"data": 2, "tensor": 2}).to_json(), "utf-8")
+        plan = ["--devices=4", "--plan=plan.json"]
     with Server(*plan, f"--seats={seats}", "--slots=64", "--deterministic") as server:
         client = openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="any")
         asked = {"model": "mine", "prompt": "the d", "max_tokens": 24, "temperature": 1, "seed": 5}

@@ -61,7 +61,10 @@ def test_a_serving_plan_is_told_and_written(tmp_path, capsys):
         (["--context", "100000"], "--context: found 100000, and the model's longest sequence is"),
         (["--adapter.rank", "4"], "a task, an adapter or a drafter, and a whole model"),
         (["--plan.offload", "parameters=1"], "host memory is not searched for serving yet"),
-        (["--out", "/nowhere/plan.json"], "'/nowhere/plan.json' cannot be written"),
+        (
+            ["--out", "/nowhere/plan.json"],
+            "/nowhere/plan.json: there is no folder /nowhere; make it first",
+        ),
     ],
 )
 def test_what_no_server_has_is_refused(words, said, capsys):

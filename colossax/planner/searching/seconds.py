@@ -197,4 +197,4 @@ def collectives_seconds(
 
 def hops_of(one: Sent, parts: Parts) -> float:
     """Latencies that a collective takes, every time that it runs."""
-    return one.times * hops(one.kind, parts.size(one.axes))
+    return float(one.times * hops(one.kind, parts.size(one.axes)))
