@@ -233,7 +233,6 @@ def test_what_is_found_is_the_fastest_of_all_forms(name):
         assert by_form["weights", False] < 0.99 * of_tokens
 
 
-@pytest.mark.catches("bound-gathers-experts-for-nothing")
 @pytest.mark.sweep
 @pytest.mark.parametrize("name", ["late links", "narrow experts"])
 def test_no_plan_is_faster_than_its_bound(name):
