@@ -102,6 +102,7 @@ class Seconds:
         memory: Updates, and sums of gradients of several microbatches.
         fixed: What calls, microbatches and the step take whatever their sizes.
         bus: Transfers between device and host that compute waits for.
+        disk: Updates of layers whose optimizer state lies in a file.
         hiding: See `Rates`.
         slowing: See `Rates`.
     """
@@ -112,6 +113,7 @@ class Seconds:
     memory: float = 0.0
     fixed: float = 0.0
     bus: float = 0.0
+    disk: float = 0.0
     hiding: float = HIDING
     slowing: float = SLOWING
 
@@ -124,6 +126,7 @@ class Seconds:
             "beside": self.beside,
             "memory": self.memory,
             "bus": self.bus,
+            "disk": self.disk,
         }
 
     @property
@@ -135,7 +138,7 @@ class Seconds:
     def total(self) -> float:
         """What a step takes."""
         sent = self.waited + self.exposed + self.slowed
-        return self.compute + sent + self.memory + self.bus + self.fixed
+        return self.compute + sent + self.memory + self.bus + self.disk + self.fixed
 
     @property
     def slowed(self) -> float:
