@@ -1,9 +1,9 @@
 """Host memory under stages: what of the stages' layers lives there, and what that takes.
 
 Every stage does the same with all of its layers, so parameters, optimizer state and what backward
-keeps are each there or on the devices: eight ways at most. Gradients are whole, on the devices,
-before anything is updated; the rings of what is kept are in host memory whole, of which a device
-has what one pass keeps; layers' parameters are fetched in every run, the empty ones too.
+keeps are each there or on the devices. Gradients are whole, on the devices, before anything is
+updated; the rings of what is kept are in host memory whole, of which a device has what one pass
+keeps; layers' parameters are fetched in every run, the empty ones too.
 """
 
 import dataclasses
@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
+from colossax.config import HOST_KINDS
 from colossax.planner.searching.bounds import divisors
 from colossax.planner.searching.host_layers import at_rest, moments, moves, updated
 from colossax.planner.searching.memory import Bytes
@@ -27,9 +28,6 @@ pass stores what it keeps when it is done. Updates count as having none."""
 
 IN_FLIGHT = 1.0
 """Of what a pass keeps, what a device has of it where its rings are in host memory."""
-
-BOTH_WAYS = 2.0
-"""Likewise where parameters are there and rings are not: a slot is read whole, and made whole."""
 
 Mix = Callable[[float, int], Policies]
 """What a chunk's layers keep with so many bytes for a row, in so many slots."""
@@ -59,17 +57,24 @@ class StagedTier:
         self._updated = mesh.stages.count * updated(profile, parts, adds)
 
     def placements(self) -> Iterator[Placed]:
-        """All that the step permits, what has least in host memory first."""
-        stages, plan = self._mesh.stages, self._mesh.parts.bound.plan
-        known = plan.offload.clipping == "stack"  # else there is something to be lost
-        kinds = {
-            "parameters": stages.chunks == 1 and not stages.whole and not stages.once,
-            "optimizer": True,
-            "activations": not stages.once,
-        }
-        free = [name for name, may in kinds.items() if may and known]
-        for chosen in itertools.product((0, self.layers), repeat=len(free)):
-            yield Placed(layers=self.layers, staged=True, **dict(zip(free, chosen, strict=True)))
+        """All that the step permits and formulas know.
+
+        Parameters leave the devices only beside what is kept: with rings that stay there, programs
+        had up to a fifth more than any formula here says. Where `tensor` splits what goes from
+        layer to layer, programs keep it whole in host memory, and all but optimizer state stays.
+        """
+        mesh, stages = self._mesh, self._mesh.stages
+        known = mesh.parts.bound.plan.offload.clipping == "stack" and not stages.once
+        keeps = known and mesh.tensor == 1
+        fetches = keeps and stages.chunks == 1 and not stages.whole
+        for optimizer, activations in itertools.product({False, known}, {False, keeps}):
+            for parameters in {False, fetches and activations}:
+                chosen = parameters, optimizer, activations
+                yield Placed(
+                    layers=self.layers,
+                    **{k: self.layers * away for k, away in zip(HOST_KINDS, chosen, strict=True)},
+                    staged=True,
+                )
 
     def compute(self, rows: int, policies: Policies) -> float:
         """Seconds of a step's matmuls."""
@@ -108,8 +113,6 @@ class StagedTier:
         if placed.activations:
             saved += IN_FLIGHT * held - self._mesh.stages.slots(self._mesh.rows // rows) * held
             saved -= named
-        elif placed.parameters:
-            saved += BOTH_WAYS * held - named
         run = Bytes(states=states, gradients=plain.gradients, kept=saved, working=plain.working)
         if not placed.parameters and not placed.optimizer:
             return run
@@ -236,8 +239,7 @@ def best_staged(
         slots = stages.slots(mesh.rows // rows)
         for placed, pieces in itertools.product(stay, chunks):
             left = room - tier.bytes(rows, (0.0, 0.0), pieces, placed).total
-            taken = slots + BOTH_WAYS * bool(placed.parameters)
-            own = mix(left / rows, int(taken)) if left > 0 else None
+            own = mix(left / rows, slots) if left > 0 else None
             if own is not None:
                 best.look(rows, own, [pieces], [placed])
         for policy in policies if leave else ():
