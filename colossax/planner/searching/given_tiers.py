@@ -22,19 +22,25 @@ class Tiers(TypedDict):
     disk: float | None
 
 
-def check_host(plan: Plan, host_gb: float | None) -> None:
+def check_host(plan: Plan, host_gb: float | None, disk_gb: float | None) -> None:
     """Refuse what a search would lose, or knows nothing of.
 
     Args:
         plan: As it was given.
         host_gb: See `plan_run`.
+        disk_gb: Likewise.
 
     Raises:
-        PlanError: Something is placed in host memory, and none may be used; the plan updates layers
-            in a way that formulas do not know.
+        PlanError: There may be a file, and no host memory; something is placed in host memory, and
+            none may be used; the plan updates layers in a way that formulas do not know.
     """
     offload, segments = plan.offload, plan.segments
     placed = offload.wanted or any(one.offload != "none" for one in segments)
+    if disk_gb is not None and host_gb is None:
+        raise PlanError(
+            f"--disk-gb: found {disk_gb:g} without --host-gb, and only what has left the devices"
+            " can lie in a file; give --host-gb too"
+        )
     if host_gb is None and placed:
         raise PlanError(
             "plan.offload: the plan has layers in host memory or updates them one by one, and what"
@@ -74,11 +80,6 @@ def tiers_of(
         PlanError: Layers' arrays cannot live there.
     """
     if host_gb is None:
-        if disk_gb is not None:
-            raise PlanError(
-                f"--disk-gb: found {disk_gb:g} without --host-gb, and only what has left the"
-                " devices can lie in a file; give --host-gb too"
-            )
         return Tiers(host=None, disk=None)
     if profile.moves:
         raise PlanError(f"plan: host memory is to be used, and cannot be: {profile.moves}")

@@ -242,11 +242,9 @@ class Tier:
             host=host + (self.optimizer + stack) * placed.optimizer,
             moved=(float(sum(up)), float(sum(down))),
             seconds=dataclasses.replace(plain.seconds, bus=float(bus), disk=disk),
-            **({} if self.file is None else self._of_file(self.file, placed.disk)),
+            file=0.0 if self.file is None else float(self.file.size(placed.disk)),
+            through=0.0 if self.file is None else float(self.file.through(placed.disk)),
         )
-
-    def _of_file(self, file: LayersFile, count: int) -> dict[str, float]:
-        return {"file": float(file.size(count)), "through": float(file.through(count))}
 
 
 class _Moment(NamedTuple):

@@ -176,13 +176,13 @@ def plan_run(
         InputError: Nothing can be compiled here; what is asked for names no dim.
     """
     check_shapes(subject.task)
-    check_host(plan, host_gb)
+    check_host(plan, host_gb, disk_gb)
     if asked.allowed:
         from colossax.planner.searching.allowing import plan_allowed
 
         given = {"verify": verify, "device_gb": device_gb, "processes": processes, "rates": rates}
-        whole = {**given, "host_gb": host_gb, "disk_gb": disk_gb}
-        whole |= {"asked": asked, "top": top, "tell": tell}
+        given = {**given, "host_gb": host_gb, "disk_gb": disk_gb}
+        whole = {**given, "asked": asked, "top": top, "tell": tell}
         return plan_allowed(plan_run, subject, plan, target, **whole)
     if target.mixed:
         from colossax.planner.searching.islands_planned import plan_islands
@@ -350,8 +350,9 @@ class _Proving:
         if 0 <= left < _WORTH * self._room and there <= (self._host or math.inf):
             return None
         host = None if self._host is None else self._host - max(0.0, there - said)
-        budgets = {"room": self._room - off, **self._tiers, "host": host}
-        changed = again(self._profile, one, self._target, rates=self._rates, **budgets)
+        budgets = {"room": self._room - off, "host": host}
+        disk, rates = self._tiers["disk"], self._rates
+        changed = again(self._profile, one, self._target, rates=rates, disk=disk, **budgets)
         return None if changed is None or changed.plan == one.plan else changed
 
 
