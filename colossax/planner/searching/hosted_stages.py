@@ -60,8 +60,8 @@ class StagedTier:
         """All that the step permits and formulas know.
 
         Parameters leave the devices only beside what is kept: with rings that stay there, programs
-        had up to a fifth more than any formula here says. Where `tensor` splits what goes from
-        layer to layer, programs keep it whole in host memory, and all but optimizer state stays.
+        had up to a fifth more than any formula here says. Where `tensor` splits heads, programs
+        keep what has names whole in host memory, and all but optimizer state stays.
         """
         mesh, stages = self._mesh, self._mesh.stages
         known = mesh.parts.bound.plan.offload.clipping == "stack" and not stages.once
