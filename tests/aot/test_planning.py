@@ -124,8 +124,6 @@ def eight_layers(rows):
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.catches("rings-of-one-slot-in-host-memory")
-@pytest.mark.catches("stages-never-fetch-again")
 def test_stages_with_host_memory_take_what_was_said():
     config, target = eight_layers(8), parse_target("h100:1x4")
     profile = profile_task(task_of(config), config.plan, target)
@@ -144,8 +142,6 @@ def test_stages_with_host_memory_take_what_was_said():
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.catches("state-in-a-file-stays-in-host-memory")
-@pytest.mark.catches("files-of-one-epoch")
 def test_layers_in_a_file_take_what_was_said():
     config, target = eight_layers(2), parse_target("h100:1x1")
     plan = config.plan.replace(

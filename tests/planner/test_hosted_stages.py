@@ -45,7 +45,7 @@ def staged(plan, preset="zero3", once=False, **pipeline):
     return plan.replace(
         mesh={"stage": 2, "fsdp": 2},
         rules=rules_of(preset),
-        batch=BatchConfig(reduce_once=once),
+        batch=BatchConfig(microbatch=2, reduce_once=once),
         pipeline=PipelineConfig(**pipeline),
     )
 
