@@ -15,7 +15,6 @@ from colossax.config import BatchConfig, LossConfig, OffloadConfig, Plan, Segmen
 from colossax.planner import inspect_task
 from colossax.planner.profiling import profile_task
 from colossax.planner.searching import Subject, asked_of, plan_run, predict
-from colossax.planner.searching.search import search
 from colossax.recipes import recipe
 from colossax.tasks import task_of
 
@@ -125,16 +124,20 @@ def eight_layers(rows):
 
 @pytest.mark.timeout(900)
 def test_stages_with_host_memory_take_what_was_said():
-    config, target = eight_layers(8), parse_target("h100:1x4")
-    profile = profile_task(task_of(config), config.plan, target)
-    asked = asked_of(["stage=2", "fsdp=2", "tensor=1"], [], [])
-    needs = search(profile, config.plan, target, room=1.0, asked=asked).smallest
-    assert needs is not None
-    room = 0.7 * needs.predicted.bytes.total
-    first = search(profile, config.plan, target, room=room, asked=asked, host=1e12).candidates[0]
-    assert first.plan.offload.optimizer == first.plan.offload.activations == 1.0
-    said = first.predicted
-    found = inspect_task(task_of(config.replace(plan=first.plan)), first.plan, target)
+    config, target = recipe("llama3_8b"), parse_target("h100:1x8")
+    plan = preset(
+        "zero3",
+        mesh={"stage": 4, "fsdp": 2},
+        segments=(Segment(remat="full"),),
+        precision=config.plan.precision,
+        loss=LossConfig(vocab_chunks=8),
+        batch=BatchConfig(microbatch=1),
+        offload=OffloadConfig(parameters=1.0, optimizer=1.0, activations=1.0),
+    )
+    data = dataclasses.replace(config.data, global_batch=32)
+    task = task_of(config.replace(plan=plan, data=data))
+    said = predict(profile_task(task, plan, target), plan, target)
+    found = inspect_task(task, plan, target)
     assert found.memory.host_bytes == said.host
     assert found.host_traffic is not None
     assert (found.host_traffic.up_bytes, found.host_traffic.down_bytes) == said.moved

@@ -48,7 +48,6 @@ def policy_of(mesh, names):
 
 
 @pytest.mark.catches("files-cost-no-time")
-@pytest.mark.catches("file-of-runs-that-differ")
 @pytest.mark.catches("records-need-no-buffers")
 @pytest.mark.parametrize("seed", range(6))
 def test_no_other_placement_with_a_file_is_faster(small, seed):
@@ -132,6 +131,18 @@ def test_a_file_is_taken_where_host_memory_does_not_do():
     assert 0 < found.placed.disk < 16
     assert found.placed.settings["disk"] == found.placed.disk / 16
     assert "but in a file optimizer of" in found.placed.shown
+
+
+@pytest.mark.catches("file-of-runs-that-differ")
+@pytest.mark.parametrize(("fetched", "fits"), [(0, True), (1, False), (2, True), (3, True)])
+def test_layers_in_a_file_are_one_run(small, fetched, fits):
+    config, profile = small
+    tier = Tier(OnMesh(profile, config.plan.replace(mesh={"data": 1}), ONE), disk=True)
+    lacking = 1.5 * tier.optimizer - tier.file.through(1)  # so that two layers are in the file
+    three, none = np.array(LAYERS), np.array(0)
+    count, found = tier._filed(np.array(fetched), three, none, lacking, math.inf)
+    assert bool(found) == fits
+    assert int(count) == 2 * fits
 
 
 @pytest.mark.catches("a-file-beside-no-host-memory")
