@@ -157,6 +157,24 @@ CASES = (
     Case("mixtral_8x7b", NODE, {"fsdp": 8}, host="parameters=1,optimizer=1"),
     Case("mixtral_8x7b", NODE, {"expert": 8}, host="parameters=1,optimizer=1"),
     Case("llama3_8b", NODE, {"fsdp": 8}, changed="70b", host="optimizer=1,activations=1"),
+    Case("llama3_8b", NODE, {"stage": 2, "fsdp": 4}, accumulation=8, host="optimizer=1"),
+    Case("llama3_8b", NODE, {"stage": 4, "fsdp": 2}, accumulation=16, host=ALL),
+    Case(
+        "llama3_8b",
+        NODE,
+        {"stage": 4, "fsdp": 2},
+        "qkv+attention",
+        accumulation=16,
+        host="optimizer=1,activations=1",
+    ),
+    Case(
+        "llama3_8b",
+        NODE,
+        {"stage": 4, "fsdp": 2},
+        accumulation=16,
+        parts=2,
+        host="optimizer=1,activations=1",
+    ),
 )
 
 

@@ -184,6 +184,12 @@ def _plan(parser: argparse.ArgumentParser) -> None:
         help="of the host's memory, what a plan may take for each device; default nothing",
     )
     parser.add_argument(
+        "--disk-gb",
+        metavar="X",
+        type=real(above(0)),
+        help="beside --host-gb, what a file of optimizer state may take for each device",
+    )
+    parser.add_argument(
         "--no-compile",
         action="store_true",
         help="name plans by formula alone, which may err by some percent of the memory",

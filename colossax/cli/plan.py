@@ -37,6 +37,7 @@ def run(_verb: str, args: argparse.Namespace, overrides: list[Override]) -> int:
         verify=not args.no_compile,
         device_gb=args.device_gb,
         host_gb=args.host_gb,
+        disk_gb=args.disk_gb,
         rates=calibrated_by(args.rates, target, plan),
         tell=lambda line: tell(f"{line}\n"),
     )

@@ -62,7 +62,7 @@ def check_serving(args: argparse.Namespace) -> None:
     given = [name for name, default in _OPTIONS.items() if getattr(args, name) != default]
     if given and not args.serve:
         raise InputError(f"--{given[0].replace('_', '-')}: is of plans for serving; add --serve")
-    for name in ("plot", "host_gb", "rates", "allow") if args.serve else ():
+    for name in ("plot", "host_gb", "disk_gb", "rates", "allow") if args.serve else ():
         if getattr(args, name):
             raise InputError(
                 f"--{name.replace('_', '-')}: is of plans for training; leave it out beside --serve"

@@ -11,7 +11,7 @@ from flax import nnx
 
 import colossax
 from colossax.aot import parse_target
-from colossax.config import BatchConfig, LossConfig, Plan, Segment, preset
+from colossax.config import BatchConfig, LossConfig, OffloadConfig, Plan, Segment, preset
 from colossax.planner import inspect_task
 from colossax.planner.profiling import profile_task
 from colossax.planner.searching import Subject, asked_of, plan_run, predict
@@ -111,6 +111,59 @@ def test_a_model_larger_than_its_device_is_planned_with_host_memory(tmp_path, mo
     moved = one.found["host_traffic"]
     assert said.moved == (moved["to_device_bytes"], moved["to_host_bytes"])
     assert one.seconds.bus > 0
+
+
+def eight_layers(rows):
+    """As wide as those of Llama 3 8B."""
+    config = recipe("llama3_8b")
+    return config.replace(
+        model=dataclasses.replace(config.model, layers=8),
+        data=dataclasses.replace(config.data, global_batch=rows),
+    )
+
+
+@pytest.mark.timeout(900)
+def test_stages_with_host_memory_take_what_was_said():
+    config, target = recipe("llama3_8b"), parse_target("h100:1x8")
+    plan = preset(
+        "zero3",
+        mesh={"stage": 4, "fsdp": 2},
+        segments=(Segment(remat="full"),),
+        precision=config.plan.precision,
+        loss=LossConfig(vocab_chunks=8),
+        batch=BatchConfig(microbatch=1),
+        offload=OffloadConfig(parameters=1.0, optimizer=1.0, activations=1.0),
+    )
+    data = dataclasses.replace(config.data, global_batch=32)
+    task = task_of(config.replace(plan=plan, data=data))
+    said = predict(profile_task(task, plan, target), plan, target)
+    found = inspect_task(task, plan, target)
+    assert found.memory.host_bytes == said.host
+    assert found.host_traffic is not None
+    assert (found.host_traffic.up_bytes, found.host_traffic.down_bytes) == said.moved
+    assert said.bytes.total == pytest.approx(found.memory.total_bytes, rel=0.06)
+
+
+@pytest.mark.timeout(900)
+def test_layers_in_a_file_take_what_was_said():
+    config, target = eight_layers(2), parse_target("h100:1x1")
+    plan = config.plan.replace(
+        mesh={"data": 1},
+        segments=(Segment(remat="full"),),
+        batch=BatchConfig(microbatch=1),
+        loss=LossConfig(vocab_chunks=8),
+        offload=OffloadConfig(fused=True, optimizer=1.0, disk=0.5),
+    )
+    task = task_of(config.replace(plan=plan))
+    said = predict(profile_task(task, plan, target), plan, target)
+    found = inspect_task(task, plan, target)
+    assert found.memory.host_bytes == said.host
+    assert found.host_traffic is not None
+    assert (found.host_traffic.up_bytes, found.host_traffic.down_bytes) == said.moved
+    assert said.bytes.total == pytest.approx(found.memory.total_bytes, rel=0.06)
+    assert found.disk is not None
+    assert said.file == pytest.approx(found.disk.file_bytes, rel=1e-3)
+    assert said.through == pytest.approx(found.disk.memory_bytes, rel=1e-3)
 
 
 class Block(nnx.Module):

@@ -75,6 +75,15 @@ def test_people_read_the_best_in_words(planned, capsys):
     assert f"written to {planned[0]}; train with --plan {planned[0]}" in said
 
 
+@pytest.mark.catches("disk-gb-is-lost")
+def test_a_file_is_asked_for_beside_host_memory(planned, capsys):
+    assert asked(planned, "--disk-gb", "5") == 2
+    said = capsys.readouterr().err
+    assert "--disk-gb: found 5 without --host-gb" in said
+    assert "give --host-gb too" in said
+    assert "Traceback" not in said
+
+
 @pytest.mark.catches("values-lose-to-the-file")
 def test_a_run_takes_the_plan_of_a_file_and_values_over_it(tmp_path):
     path = tmp_path / "mine.json"

@@ -53,6 +53,7 @@ def test_a_serving_plan_is_told_and_written(tmp_path, capsys):
     [
         (["--plot", "x.png"], "--plot: is of plans for training; leave it out beside --serve"),
         (["--host-gb", "9"], "--host-gb: is of plans for training"),
+        (["--disk-gb", "9"], "--disk-gb: is of plans for training"),
         (["--rates", "x.json"], "--rates: is of plans for training"),
         (["--allow", "state=bfloat16"], "--allow: is of plans for training"),
         (["--weights", "kept"], "--weights kept: are those of a folder that was imported"),

@@ -1,9 +1,9 @@
 """What a plan as it is needs and takes, by formula alone."""
 
 from colossax.aot import Target
-from colossax.config import SAVEABLE, Plan
+from colossax.config import HOST_KINDS, SAVEABLE, Plan
 from colossax.planner.profiling import LayerKind, ModelProfile
-from colossax.planner.searching.hosted import Tier
+from colossax.planner.searching.hosted import tier_of
 from colossax.planner.searching.predicting import OnMesh, Prediction
 from colossax.planner.searching.scored import Placed
 from colossax.planner.searching.seconds import Rates
@@ -41,16 +41,15 @@ def predict(
         left = calls[0] - sum(count for count, _ in given if count > 0)
         known = _named(profile.kinds[0])
         policies = [[(left if count == -1 else count, names & known) for count, names in given]]
-    if mesh.stages.count > 1 or not plan.offload.wanted:
+    if not plan.offload.wanted:
         return mesh.predicted(rows, policies, plan.loss.vocab_chunks)
-    tier = Tier(mesh)
+    layers = max((info.total_layers or 0 for info in profile.infos), default=0)
     placed = Placed(
-        layers=tier.layers,
-        parameters=plan.offload.layers("parameters", tier.layers),
-        optimizer=plan.offload.layers("optimizer", tier.layers),
-        activations=plan.offload.layers("activations", tier.layers),
+        layers=layers,
+        **{kind: plan.offload.layers(kind, layers) for kind in (*HOST_KINDS, "disk")},
+        staged=mesh.stages.count > 1,
     )
-    return tier.predicted(rows, policies, plan.loss.vocab_chunks, placed)
+    return tier_of(mesh, placed).predicted(rows, policies, plan.loss.vocab_chunks, placed)
 
 
 def _named(kind: LayerKind) -> frozenset[str]:

@@ -2,7 +2,8 @@
 
 Of L equal layers, y of which have their parameters, optimizer state or activations in host memory,
 bytes and traffic are linear in each y. All counts of parameters and activations are tried; of the
-optimizer's state goes to the host what then has to, so that what is found is exact for one policy.
+optimizer's state goes to the host what then has to, and of that to a file what has no room there,
+so that what is found is exact for one policy.
 """
 
 import dataclasses
@@ -13,18 +14,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from colossax.config import Plan
-from colossax.errors import PlanError
-from colossax.optim import decays
-from colossax.planner.profiling import ModelProfile
 from colossax.planner.searching.bounds import divisors
+from colossax.planner.searching.disk import LayersFile
+from colossax.planner.searching.host_layers import at_rest, gradient, moments, moves, updated
+from colossax.planner.searching.hosted_stages import StagedTier
 from colossax.planner.searching.memory import STREAM, Bytes, working
-from colossax.planner.searching.parts import Parts
 from colossax.planner.searching.policies import Policy
 from colossax.planner.searching.predicting import OnMesh, Policies, Prediction
 from colossax.planner.searching.scored import Placed, Scored
 from colossax.planner.searching.seconds import HIDING
-from colossax.typing import ParamInfo
 
 BESIDE = 0.5
 """Of what forward and backward passes fetch and store, what has a matmul beside it in compiled
@@ -42,11 +40,14 @@ class Tier:
         layers: Of the deepest stack, by which sums over all layers are divided.
         parameters: Of a layer.
         optimizer: Likewise, moments alone.
+        waits: Whether layers are updated after backward, from gradients that are kept.
+        file: Where the optimizer state of some layers lies; None where it lies in none.
     """
 
-    def __init__(self, mesh: OnMesh):
+    def __init__(self, mesh: OnMesh, *, disk: bool = False):
         """Args:
         mesh: Whose.
+        disk: Whether the optimizer state of some layers lies in a file: gradients are kept then.
         """
         profile, parts = mesh.profile, mesh.parts
         self._mesh, precision = mesh, parts.bound.plan.precision
@@ -56,21 +57,23 @@ class Tier:
             widest=mesh.stored.widest_apart,
         )
         self.layers = max((info.total_layers or 0 for info in profile.infos), default=0)
+        self.waits = profile.clips or disk
+        self.file = LayersFile(mesh, self.layers) if disk else None
         adds = float(np.dtype(precision.accumulation).itemsize)
         self._narrow = min(adds, np.dtype(precision.reduction or precision.compute).itemsize) / adds
-        moved = [at for at, info in enumerate(profile.infos) if _moves(info)]
-        self.parameters = sum(_at_rest(profile, parts, at) for at in moved) / self.layers
-        self.optimizer = sum(_moments(profile, parts, at) for at in moved) / self.layers
-        gradients = [_gradient(profile, parts, at, adds) for at in moved]
+        moved = [at for at, info in enumerate(profile.infos) if moves(info)]
+        self.parameters = sum(at_rest(profile, parts, at) for at in moved) / self.layers
+        self.optimizer = sum(moments(profile, parts, at) for at in moved) / self.layers
+        gradients = [gradient(profile, parts, at, adds) for at in moved]
         self._summed = sum(gradients) / self.layers
-        self._update = _update(profile, parts, adds * self._narrow)
+        self._update = updated(profile, parts, adds * self._narrow)
 
     def gradients(self, microbatches: int) -> float:
         """Of a layer, that wait for the update beside the optimizer's state: sums of several
         microbatches, or until their norm is known."""
         if microbatches > 1:
             return self._summed
-        return self._narrow * self._summed * self._mesh.profile.clips
+        return self._narrow * self._summed * self.waits
 
     def compute(self, names: frozenset[str]) -> float:
         """Seconds of a step's matmuls under a policy of all layers."""
@@ -87,6 +90,7 @@ class Tier:
         *,
         room: float,
         host: float,
+        disk: float = 0.0,
     ) -> Placed | None:
         """The layers that are best in host memory; None where nothing fits.
 
@@ -96,6 +100,7 @@ class Tier:
             vocab_chunks: Of the loss.
             room: Bytes of a device.
             host: Bytes of the host for each device.
+            disk: Bytes of a file for each device.
         """
         layers, count = self.layers, self._mesh.rows // rows
         kept = rows * policy.bytes / layers
@@ -110,9 +115,11 @@ class Tier:
             least = np.maximum(least, over / own_bytes if own_bytes else most)
         of_optimizer = np.minimum(np.ceil(np.maximum(least, 0) - 1e-9), layers + 1)
         used = of_parameters * self.parameters + of_optimizer * own + of_kept * kept
+        in_file, fits = self._filed(of_parameters, of_optimizer, of_kept, used - host, disk)
         beside = self.compute(policy.names)
-        seconds = self._bus(of_parameters, of_optimizer, of_kept, kept, count, beside)
-        seconds = np.where((of_optimizer <= layers) & (used <= host), seconds, np.inf)
+        seconds = self._bus(of_parameters, of_optimizer, of_kept, kept, count, beside, in_file)
+        seconds = seconds + self._disk(of_parameters, in_file, count)
+        seconds = np.where((of_optimizer <= layers) & fits, seconds, np.inf)
         at = np.unravel_index(np.lexsort((used.ravel(), seconds.ravel()))[0], seconds.shape)
         if not math.isfinite(seconds[at]):
             return None
@@ -121,7 +128,36 @@ class Tier:
             parameters=int(of_parameters[at]),
             optimizer=int(of_optimizer[at]),
             activations=int(of_kept[at]),
+            disk=int(in_file[at]),
         )
+
+    def _filed(self, parameters, optimizer, activations, over, disk: float):
+        """Layers in the file, the fewest that do, and where they fit. `over` is what host memory
+        lacks without it.
+
+        A file holds one run of layers that are alike, so all of these have their parameters in the
+        same memory, and what backward keeps of them.
+        """
+        if self.file is None:
+            return np.zeros_like(parameters), over <= 0
+        lacking = over + self.file.through(1)
+        count = np.maximum(np.ceil(lacking / self.optimizer - 1e-9), 1)
+        fits = (count <= optimizer) & (self.file.size(count) <= disk)
+        fits &= over + self.file.through(count) - count * self.optimizer <= 0
+        for others in (parameters, activations):
+            fits &= (others == 0) | (others >= count)
+        return np.where(fits, count, 0), fits
+
+    def _disk(self, parameters, in_file, count: int):
+        """Seconds of updating the layers in the file: of it, or of the bus, whichever takes longer.
+
+        What host memory has of these is fetched beside their state, and new parameters stored.
+        """
+        if self.file is None:
+            return 0.0
+        fetched = self.optimizer + self.gradients(count) + self.parameters * (parameters > 0)
+        bus = in_file * fetched / self._mesh.target.gpu.pcie_bytes_per_s
+        return np.maximum(self.file.seconds(in_file), bus)
 
     def _moments(self, rows: int, vocab_chunks: int, count: int) -> list["_Moment"]:
         """Of the loss, a layer's backward pass, and an update: after all of that, or in it."""
@@ -135,7 +171,7 @@ class Tier:
             _Moment(fixed + loss, self.optimizer + several * stack, keeps=True, fetches=False),
             _Moment(fixed_late + layer, late, keeps=True, fetches=True),
         ]
-        if mesh.profile.clips:
+        if self.waits:
             after = fixed_late + self._update
             return [*moments, _Moment(after, late, keeps=False, fetches=False)]
         # Layers are updated as soon as the last microbatch's gradients are there.
@@ -151,24 +187,29 @@ class Tier:
         own = moment.optimizer * (self.layers - optimizer)
         return moment.fixed + held + own + moment.fetches * flying
 
-    def _bus(self, parameters, optimizer, activations, kept: float, count: int, beside: float):
+    def _bus(
+        self, parameters, optimizer, activations, kept: float, count: int, beside: float, in_file=0
+    ):
         """Seconds of transfers that a step waits for, with so many of compute beside them."""
         rate = self._mesh.target.gpu.pcie_bytes_per_s
         seconds = 0.0
-        for passes, end in self._traffic(parameters, optimizer, activations, kept, count):
+        there = parameters, optimizer, activations
+        for passes, end in self._traffic(*there, kept, count, in_file):
             hidden = np.minimum(BESIDE * passes / rate, HIDING * beside)
             seconds = np.maximum(seconds, (passes + end) / rate - hidden)
         return seconds
 
-    def _traffic(self, parameters, optimizer, activations, kept: float, count: int):
-        """Bytes of a step to the device, and to the host: of passes, and of updates after them."""
-        waits, several = self._mesh.profile.clips, count > 1
-        params, moments = self.parameters * parameters, self.optimizer * optimizer
-        grads, keeps = self.gradients(count) * optimizer, count * kept * activations
-        up = count * (2 * params + several * grads) + keeps
-        down = (count - 1) * grads + keeps
-        end_up, end_down = waits * params + moments + waits * grads, params + moments
-        down = down + waits * grads
+    def _traffic(self, parameters, optimizer, activations, kept: float, count: int, in_file=0):
+        """Bytes of a step's program to the device, and to the host: of passes, and of updates after
+        them. Layers in a file are updated once it has ended."""
+        waits, several, stack = self.waits, count > 1, self.gradients(count)
+        grads, keeps = stack * optimizer, count * kept * activations
+        up = count * (2 * self.parameters * parameters + several * grads) + keeps
+        down = (count - 1) * grads + keeps + waits * grads
+        params = self.parameters * np.maximum(parameters - in_file, 0)
+        left = optimizer - in_file
+        end_up = waits * params + (self.optimizer + waits * stack) * left
+        end_down = params + self.optimizer * left
         if waits:
             return (up, end_up), (down, end_down)
         return (up + end_up, 0.0), (down + end_down, 0.0)
@@ -189,9 +230,11 @@ class Tier:
         sums = (most.optimizer - self.optimizer) * (self.layers - placed.optimizer)
         sums += summed * (states.gradients - states.layer_gradients)
         stays = most.keeps * kept * (self.layers - placed.activations)
-        bus = self._bus(*there, kept, count, plain.seconds.compute)
-        up, down = self._traffic(*there, kept, count)
+        bus = self._bus(*there, kept, count, plain.seconds.compute, placed.disk)
+        up, down = self._traffic(*there, kept, count, placed.disk)
         host = self.parameters * placed.parameters + kept * placed.activations
+        host -= self.optimizer * placed.disk
+        disk = float(self._disk(placed.parameters, placed.disk, count))
         return dataclasses.replace(
             plain,
             bytes=Bytes(
@@ -202,7 +245,9 @@ class Tier:
             ),
             host=host + (self.optimizer + stack) * placed.optimizer,
             moved=(float(sum(up)), float(sum(down))),
-            seconds=dataclasses.replace(plain.seconds, bus=float(bus)),
+            seconds=dataclasses.replace(plain.seconds, bus=float(bus), disk=disk),
+            file=0.0 if self.file is None else float(self.file.size(placed.disk)),
+            through=0.0 if self.file is None else float(self.file.through(placed.disk)),
         )
 
 
@@ -222,11 +267,23 @@ class _Moment(NamedTuple):
     fetches: bool
 
 
+def tier_of(mesh: OnMesh, placed: Placed) -> Tier | StagedTier:
+    """What says what a placement takes."""
+    return StagedTier(mesh) if placed.staged else Tier(mesh, disk=placed.disk > 0)
+
+
 def best_placed(
-    mesh: OnMesh, policies: Sequence[Policy], chunks: Sequence[int], room: float, host: float
+    mesh: OnMesh,
+    policies: Sequence[Policy],
+    chunks: Sequence[int],
+    room: float,
+    host: float,
+    disk: float | None = None,
+    *,
+    below: float = math.inf,
 ) -> tuple[Scored | None, int]:
     """The fastest that fits on a mesh with host memory, one policy for all layers, and how many
-    were scored.
+    were scored; None where nothing is faster than `below`.
 
     Args:
         mesh: Without stages.
@@ -234,24 +291,31 @@ def best_placed(
         chunks: Of the vocabulary, that are tried.
         room: Bytes of a device.
         host: Bytes of the host for each device.
+        disk: Bytes of a file for each device, where there may be one: taken where nothing without
+            is as fast.
+        below: Seconds.
 
     Cost: for each microbatch, policy and number of chunks the layers squared, in NumPy.
     """
-    tier, profile = Tier(mesh), mesh.profile
+    tiers, profile = [(Tier(mesh), 0.0)], mesh.profile
+    if disk is not None:
+        tiers.append((Tier(mesh, disk=True), disk))
     best, scored = None, 0
-    for rows in divisors(mesh.rows)[-profile.whole :]:
+    for (tier, size), rows in itertools.product(tiers, divisors(mesh.rows)[-profile.whole :]):
+        least = 0.0 if tier.file is None else tier.file.seconds(1)
         for pieces, policy in itertools.product(chunks, policies):
             scored += 1
-            if best is not None and tier.compute(policy.names) >= best.seconds:
+            if tier.compute(policy.names) + least >= below:
                 continue
-            placed = tier.placed(rows, policy, pieces, room=room, host=host)
+            placed = tier.placed(rows, policy, pieces, room=room, host=host, disk=size)
             if placed is None:
                 continue
             mix = [[(kind.calls, policy.names)] for kind in profile.kinds]
             predicted = tier.predicted(rows, mix, pieces, placed)
-            if best is None or predicted.seconds.total < best.seconds:
+            if predicted.seconds.total < below:
+                below = predicted.seconds.total
                 best = Scored(
-                    seconds=predicted.seconds.total,
+                    seconds=below,
                     bytes=predicted.bytes.total,
                     rows=rows,
                     chunks=pieces,
@@ -260,91 +324,3 @@ def best_placed(
                     placed=placed,
                 )
     return best, scored
-
-
-def _moves(info: ParamInfo) -> bool:
-    """Whether it may live in host memory: a layer's matrices may, its vectors do not."""
-    return info.total_layers is not None and decays(info.named_dims)
-
-
-def _numbers(info: ParamInfo) -> int:
-    return math.prod(info.shape)
-
-
-def _at_rest(profile: ModelProfile, parts: Parts, at: int) -> float:
-    info = profile.infos[at]
-    wide = info.at_rest(parts.bound.plan.precision.params).itemsize
-    return wide * _numbers(info) / parts.size(parts.axes("params", info.dims, info.shape))
-
-
-def _moments(profile: ModelProfile, parts: Parts, at: int) -> float:
-    info = profile.infos[at]
-    split = parts.axes("optimizer", info.dims, info.shape)
-    return profile.moments[at] * _numbers(info) / parts.size(split)
-
-
-def _gradient(profile: ModelProfile, parts: Parts, at: int, wide: float) -> float:
-    info = profile.infos[at]
-    own = parts.size(parts.axes("gradients", info.dims, info.shape))
-    return profile.learns[at] * wide * _numbers(info) / own
-
-
-def _update(profile: ModelProfile, parts: Parts, wide: float) -> float:
-    """Of the largest layer all that is updated, with its gradients."""
-
-    def of(at: int) -> float:
-        own = _at_rest(profile, parts, at) + _moments(profile, parts, at)
-        return (own + _gradient(profile, parts, at, wide)) / profile.infos[at].shape[0]
-
-    return max((sum(map(of, kind.leaves)) for kind in profile.kinds), default=0.0)
-
-
-def check_host(plan: Plan, host_gb: float | None) -> None:
-    """Refuse what a search would lose, or knows nothing of.
-
-    Args:
-        plan: As it was given.
-        host_gb: See `plan_run`.
-
-    Raises:
-        PlanError: Something is placed in host memory, and none may be used; the plan updates layers
-            in a way that formulas do not know.
-    """
-    offload, segments = plan.offload, plan.segments
-    placed = offload.wanted or any(one.offload != "none" for one in segments)
-    if host_gb is None and placed:
-        raise PlanError(
-            "plan.offload: the plan has layers in host memory or updates them one by one, and what"
-            " lives there is found where it may be used; give --host-gb (--plan.offload auto beside"
-            " --plan auto), or --plan.offload none"
-        )
-    if host_gb is None:
-        return
-    if offload.cpu_update != "off":
-        raise PlanError(
-            f"plan.offload.cpu_update: found {offload.cpu_update}, and what the CPU updates is not"
-            " searched; leave it off, and put it over the plan that is found"
-        )
-    if offload.clipping not in ("stack", "layer"):
-        raise PlanError(
-            f"plan.offload.clipping: found {offload.clipping}, of which it is not known what it"
-            " takes; give stack or layer, and put another over the plan that is found"
-        )
-    if placed and not offload.auto:
-        raise PlanError(
-            "plan.offload: layers are in host memory or updated one by one, and --host-gb finds"
-            " which of them are to be; leave one of the two out (--plan.offload none)"
-        )
-
-
-def host_of(profile: ModelProfile, host_gb: float | None) -> float | None:
-    """Bytes of the host for each device, where layers' arrays may live there.
-
-    Raises:
-        PlanError: They cannot.
-    """
-    if host_gb is None:
-        return None
-    if profile.moves:
-        raise PlanError(f"plan: host memory is to be used, and cannot be: {profile.moves}")
-    return host_gb * 1e9

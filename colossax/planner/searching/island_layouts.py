@@ -28,7 +28,9 @@ class IslandPrediction:
         hop_s: Of what goes from stage to stage, where that takes longest.
         even_s: Where layers were shared evenly; infinite where those would not fit.
         microbatches: A step.
-        host: Bytes of the host; none is used.
+        host: Bytes of the host; none is used, nor of what is next.
+        file: Of a file.
+        through: Of the host, for its records.
     """
 
     bytes: Bytes
@@ -39,6 +41,8 @@ class IslandPrediction:
     even_s: float
     microbatches: int
     host: float = 0.0
+    file: float = 0.0
+    through: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -162,7 +162,7 @@ class Way(NamedTuple):
     @property
     def hosts(self) -> bool:
         """Whether layers' arrays may live in host memory."""
-        return self.stored and not self.staged
+        return self.stored or self.staged
 
 
 def ruled(

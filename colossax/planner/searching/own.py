@@ -35,6 +35,7 @@ def plan(
     verify: bool = True,
     device_gb: float | None = None,
     host_gb: float | None = None,
+    disk_gb: float | None = None,
     dims: GivenDims | None = None,
     rates: str | Path | None = None,
     fresh: bool = False,
@@ -65,6 +66,7 @@ def plan(
         verify: Whether they are compiled; else formulas alone speak.
         device_gb: Budget of a device in 1e9 bytes; default what a step may take of its memory.
         host_gb: Likewise of the host for each device, where layers' arrays may live there.
+        disk_gb: Likewise of a file, beside `host_gb`, where layers' optimizer state may lie.
         dims: See `boost`.
         rates: A file that `colossax bench links` wrote on such GPUs; else data sheets count.
         fresh: Compile what an earlier search compiled too, and keep nothing.
@@ -79,13 +81,13 @@ def plan(
     looked at, one after another; what an earlier search compiled is read from the cache folder.
     """
     check_arguments(make_model, optimizer, loss, "plan")
-    budgets = {"device_gb": device_gb, "host_gb": host_gb}
+    budgets = {"device_gb": device_gb, "host_gb": host_gb, "disk_gb": disk_gb}
     _check(target, pins, forbidden, allow, top, budgets)
     for name in ("shapes", "disk"):
         if name in options:
             raise InputError(
-                f"plan: {name} is no option here; the batch says what its shapes are, and disks are"
-                " not searched"
+                f"plan: {name} is no option here; the batch says what its shapes are, and disk_gb"
+                " what a file may take"
             )
     task = Task(
         name=getattr(make_model, "__name__", "model"),
@@ -110,6 +112,7 @@ def plan(
         verify=verify,
         device_gb=device_gb,
         host_gb=host_gb,
+        disk_gb=disk_gb,
         rates=calibrated_by(rates, where, planned, "plan: rates"),
         tell=tell,
     )

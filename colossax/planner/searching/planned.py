@@ -8,24 +8,22 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from colossax.aot import Target, target_devices
-from colossax.aot.targets import MAX_DEVICES
 from colossax.config import MeshAxis, Plan, to_json
 from colossax.errors import PlanError
 from colossax.planner.counting.compiled import check_cudnn, check_shapes
 from colossax.planner.profiling import ModelProfile, profile_task
 from colossax.planner.searching.asked import NOTHING_ASKED, Asked
 from colossax.planner.searching.calibrated import Calibrated, ratio
-from colossax.planner.searching.hosted import check_host, host_of
+from colossax.planner.searching.given_tiers import Tiers, check_host, no_file, tiers_of
 from colossax.planner.searching.island_layouts import IslandCandidate
+from colossax.planner.searching.refusing import enough, nothing
 from colossax.planner.searching.search import (
     Candidate,
-    Found,
     again,
     search,
-    told,
 )
 from colossax.planner.searching.seconds import Rates, Seconds
-from colossax.planner.searching.smallest import smallest_gb, smallest_host, smallest_target
+from colossax.planner.searching.smallest import smallest_target, smallest_tiers
 from colossax.planner.searching.verifying import (
     Compiled,
     Subject,
@@ -79,9 +77,15 @@ class Planned:
     @property
     def host_bytes(self) -> float:
         """Of the host, for each device: compiled, else predicted."""
+        predicted = self.candidate.predicted
         if self.found is None:
-            return self.candidate.predicted.host
-        return float(self.found["host_bytes"])
+            return predicted.host + predicted.through
+        return float(_host_bytes(self.candidate, self.found))
+
+    @property
+    def disk_bytes(self) -> float:
+        """Of the file that layers' optimizer state lies in, for each device: by formula."""
+        return self.candidate.predicted.file
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON types."""
@@ -95,6 +99,7 @@ class Planned:
             "device_bytes": bytes_found or {"total": predicted.bytes.total},
             "predicted_bytes": dataclasses.asdict(predicted.bytes),
             "host_bytes": self.host_bytes,
+            **({"disk_bytes": self.disk_bytes} if self.disk_bytes else {}),
             "collectives": [] if self.found is None else self.found["collectives"],
             "fits": True,  # by formula where it is not verified
             "verified": self.found is not None,
@@ -137,6 +142,7 @@ def plan_run(
     verify: bool = True,
     device_gb: float | None = None,
     host_gb: float | None = None,
+    disk_gb: float | None = None,
     processes: int | None = None,
     rates: Calibrated | None = None,
     tell: Tell = lambda _: None,
@@ -157,6 +163,8 @@ def plan_run(
         device_gb: Budget of a device in 1e9 bytes; default what a step may take of its memory.
         host_gb: Likewise of the host for each device, where layers' arrays may live there; default
             none of it.
+        disk_gb: Likewise of a file in which layers' optimizer state may lie, beside `host_gb`;
+            default none.
         processes: That compile at once; default the processors here.
         rates: That were measured; default what is assumed of the target.
         tell: Called with lines of progress.
@@ -168,12 +176,13 @@ def plan_run(
         InputError: Nothing can be compiled here; what is asked for names no dim.
     """
     check_shapes(subject.task)
-    check_host(plan, host_gb)
+    check_host(plan, host_gb, disk_gb)
     if asked.allowed:
         from colossax.planner.searching.allowing import plan_allowed
 
         given = {"verify": verify, "device_gb": device_gb, "processes": processes, "rates": rates}
-        whole = {**given, "host_gb": host_gb, "asked": asked, "top": top, "tell": tell}
+        given = {**given, "host_gb": host_gb, "disk_gb": disk_gb}
+        whole = {**given, "asked": asked, "top": top, "tell": tell}
         return plan_allowed(plan_run, subject, plan, target, **whole)
     if target.mixed:
         from colossax.planner.searching.islands_planned import plan_islands
@@ -191,11 +200,11 @@ def plan_run(
         check_cudnn(plan, target)
     profile = profile_task(subject.task, plan, target)
     asked.check(profile)
-    host = host_of(profile, host_gb)
+    tiers = tiers_of(subject, profile, plan, target, host_gb, disk_gb)
     known = None if rates is None else rates.rates
     measured = "" if rates is None else rates.line
     searched = functools.partial(
-        search, profile, plan, target, room=room, count=_TRIED * top, rates=known, host=host
+        search, profile, plan, target, room=room, count=_TRIED * top, rates=known, **tiers
     )
     found = searched(asked=asked)
     tell(
@@ -203,22 +212,24 @@ def plan_run(
         f" fastest; {len(found.candidates)} meshes fit"
     )
 
-    def enough() -> str:
+    def would_do() -> str:
         tell("looking for what would do")
         larger = smallest_target(profile, plan, target, room=room, asked=asked)
-        host_enough = smallest_host(profile, plan, target, room=room, asked=asked)
-        return _enough(found, room, target, larger, host_enough)
+        beside = None if no_file(subject, profile, plan, target) else tiers["host"]
+        given = {"room": room, "asked": asked, "beside": beside}
+        more = [] if found.candidates else smallest_tiers(profile, plan, target, **given)
+        return enough(found, room, target, larger, more)
 
     if not verify:
         if not found.candidates:
-            raise PlanError(_nothing(found, room, target) + enough())
+            raise PlanError(nothing(found, room, target) + would_do())
         plans = [
             Planned(candidate=one, seconds=one.predicted.seconds, found=None)
             for one in found.candidates[:top]
         ]
         return answer_of(plans, found.scored, 0, room, measured)
     workers = processes or min(os.cpu_count() or 1, 8)
-    proving = _Proving(subject, profile, target, room, host, workers, tell, known)
+    proving = _Proving(subject, profile, target, room, tiers, workers, tell, known)
     waiting = list(found.candidates)
     least = found.smallest
     if not waiting and least is not None and least.predicted.bytes.total < _NEAR * room:
@@ -234,7 +245,7 @@ def plan_run(
     if waiting and proving.compiled and not proving.proved:  # that which needs least has its turn
         proving.take([min(waiting, key=lambda one: one.predicted.bytes.total)])
     if not proving.proved:
-        raise PlanError(_nothing(found, room, target, proving) + enough())
+        raise PlanError(nothing(found, room, target, proving.seen_words) + would_do())
     plans = sorted(proving.proved, key=lambda one: one.seconds.total)
     return answer_of(plans, found.scored, proving.compiled, room, measured)
 
@@ -248,7 +259,7 @@ class _Proving:
         profile: ModelProfile,
         target: Target,
         room: float,
-        host: float | None,
+        tiers: Tiers,
         workers: int,
         tell: Tell,
         rates: Rates | None = None,
@@ -256,7 +267,7 @@ class _Proving:
         self._subject, self._profile, self._target = subject, profile, target
         self._rates = rates
         self._room, self._workers, self._tell = room, workers, tell
-        self._host = host
+        self._tiers, self._host = tiers, tiers["host"]
         self.proved: list[Planned] = []
         self.compiled = self.tried = 0
         self.unstaged = False
@@ -287,6 +298,14 @@ class _Proving:
             if both:
                 self.proved.append(min(both, key=lambda planned: planned.seconds.total))
 
+    @property
+    def seen_words(self) -> str:
+        """What was tried, for people; empty where nothing was."""
+        if not self.tried:
+            return ""
+        last = f", the last refusal: {self.refusal}" if self.refusal else ""
+        return f"; {self.tried} were tried and {self.compiled} compiled{last}"
+
     def _compiled(self, candidates: list[Candidate]) -> list[Compiled]:
         if candidates:
             self._tell(f"compiling {'; '.join(one.label for one in candidates)}")
@@ -303,7 +322,7 @@ class _Proving:
         return found
 
     def _planned(self, one: Candidate, found: Compiled) -> Planned | None:
-        total, there = found["device_bytes"]["total"], found["host_bytes"]
+        total, there = found["device_bytes"]["total"], _host_bytes(one, found)
         fits = total <= self._room and there <= (self._host or math.inf)
         self._tell(
             f"{one.label}: {total / _GIB:.2f} GiB compiled"
@@ -327,47 +346,19 @@ class _Proving:
         """The same mesh by what its program said; None where that changes nothing."""
         off = found["device_bytes"]["total"] - one.predicted.bytes.total
         left = self._room - found["device_bytes"]["total"]
-        more = 0.0 if self._host is None else found["host_bytes"] - one.predicted.host
-        if 0 <= left < _WORTH * self._room and found["host_bytes"] <= (self._host or math.inf):
+        there, said = _host_bytes(one, found), one.predicted.host + one.predicted.through
+        if 0 <= left < _WORTH * self._room and there <= (self._host or math.inf):
             return None
-        host = None if self._host is None else self._host - max(0.0, more)
+        host = None if self._host is None else self._host - max(0.0, there - said)
         budgets = {"room": self._room - off, "host": host}
-        changed = again(self._profile, one, self._target, rates=self._rates, **budgets)
+        disk, rates = self._tiers["disk"], self._rates
+        changed = again(self._profile, one, self._target, rates=rates, disk=disk, **budgets)
         return None if changed is None or changed.plan == one.plan else changed
 
 
-def _nothing(found: Found, room: float, target: Target, proving: "_Proving | None" = None) -> str:
-    """That nothing fits, with what needs least and what was seen."""
-    size, seen, least = f"{room / _GIB:.1f} GiB", "", found.smallest
-    if proving is not None and proving.tried:
-        seen = f"; {proving.tried} were tried and {proving.compiled} compiled"
-        seen += f", the last refusal: {proving.refusal}" if proving.refusal else ""
-    if least is not None and not found.candidates:
-        needs = least.predicted.bytes.total / _GIB
-        seen = f"; {least.label} with {told(least)} needs least, {needs:.1f} GiB by formula{seen}"
-    return (
-        f"plan: nothing that is searched fits {size} of each of {target.size} {target.gpu.name}"
-        f"{seen}"
-    )
-
-
-def _enough(
-    found: Found, room: float, target: Target, larger: Target | None, host: float | None
-) -> str:
-    """What would do, as formulas say."""
-    ways, least = [], found.smallest
-    if larger is not None:
-        ways.append(f"{larger.name} (the fewest of these GPUs that fit it by formula)")
-    if least is not None and not found.candidates and (enough := smallest_gb(least)) * 1e9 > room:
-        if enough * 1e9 <= target.gpu.memory_bytes:
-            ways.append(f"--device-gb {enough:.1f} (the least that fits it by formula)")
-        else:
-            ways.append(f"GPUs of which it may take {enough:.1f} GB (the least, by formula)")
-    if host and not found.candidates:
-        ways.append(f"--host-gb {host:.1f} (of host memory for each; by formula it then fits)")
-    ways.append("shorter rows")
-    none = "" if larger else f"; no number of them up to {MAX_DEVICES} fits it by formula"
-    return f"{none}; give {', '.join(ways[:-1])} or {ways[-1]}"
+def _host_bytes(one: Candidate | IslandCandidate, found: Compiled) -> float:
+    """Of the host, for each device: the program's, and what records of a file go through."""
+    return found["host_bytes"] + one.predicted.through
 
 
 def answer_of(plans: list[Planned], scored: int, count: int, room: float, rates: str) -> Answer:
@@ -391,6 +382,7 @@ def _why(one: Planned, first: Planned) -> str:
         "compute slowed by collectives beside it": (one.seconds.slowed, first.seconds.slowed),
         "updates and sums of gradients": (one.seconds.memory, first.seconds.memory),
         "transfers to and from host memory": (one.seconds.bus, first.seconds.bus),
+        "reads and writes of a file": (one.seconds.disk, first.seconds.disk),
     }
     slower = one.seconds.total / first.seconds.total - 1
     name, (own, others) = max(terms.items(), key=lambda item: item[1][0] - item[1][1])

@@ -43,6 +43,8 @@ class Prediction:
         microbatches: A step.
         host: Bytes of the host, for the device.
         moved: Bytes of a step to the device and to the host.
+        file: Of the file that layers' optimizer state lies in, for the device.
+        through: Of the host, for the device, that its records are read to and written from.
     """
 
     bytes: Bytes
@@ -52,6 +54,8 @@ class Prediction:
     microbatches: int
     host: float = 0.0
     moved: tuple[float, float] = (0.0, 0.0)
+    file: float = 0.0
+    through: float = 0.0
 
 
 Policies = Sequence[Sequence[tuple[int, frozenset[str]]]]

@@ -1,6 +1,7 @@
 """One way to run on a mesh, as formulas score it."""
 
 import dataclasses
+from typing import Any
 
 from colossax.planner.searching.predicting import Policies
 
@@ -14,18 +15,24 @@ class Placed:
         parameters: Of them.
         optimizer: Likewise those whose optimizer state does.
         activations: Likewise those of which what backward keeps does.
+        disk: Of those whose optimizer state has left the device, those that have it in a file.
+        staged: Whether stages share the layers.
     """
 
     layers: int
     parameters: int = 0
     optimizer: int = 0
     activations: int = 0
+    disk: int = 0
+    staged: bool = False
 
     @property
-    def shares(self) -> dict[str, float]:
-        """Of the layers, by the names that plans have."""
-        names = ("parameters", "optimizer", "activations")
-        return {name: getattr(self, name) / self.layers for name in names}
+    def settings(self) -> dict[str, Any]:
+        """Of `plan.offload`: shares of the layers, which are updated one by one where they are of
+        no stages, wherever they are."""
+        names = ("parameters", "optimizer", "activations", "disk")
+        shares = {name: getattr(self, name) / self.layers for name in names}
+        return shares if self.staged else {"fused": True, **shares}
 
     @property
     def shown(self) -> str:
@@ -35,6 +42,9 @@ class Placed:
             for name in ("parameters", "optimizer", "activations")
             if (count := getattr(self, name))
         ]
+        if self.disk:
+            in_file = f"optimizer of {'all' if self.disk == self.layers else self.disk} layers"
+            return f"in host memory {', '.join(parts)}, but in a file {in_file}"
         return f"in host memory {', '.join(parts)}" if parts else ""
 
 

@@ -18,7 +18,8 @@ from colossax.errors import PlanError
 from colossax.planner.profiling import ModelProfile
 from colossax.planner.searching.asked import NOTHING_ASKED, Asked
 from colossax.planner.searching.bounds import Bounds, Fastest, divisors
-from colossax.planner.searching.hosted import Tier, best_placed
+from colossax.planner.searching.hosted import best_placed, tier_of
+from colossax.planner.searching.hosted_stages import best_staged
 from colossax.planner.searching.meshes import limits_of
 from colossax.planner.searching.parts import Choices
 from colossax.planner.searching.policies import Policy, fastest_mix
@@ -88,6 +89,7 @@ def search(
     count: int = 18,
     rates: Rates | None = None,
     host: float | None = None,
+    disk: float | None = None,
 ) -> Found:
     """The fastest layouts of a model, by formula.
 
@@ -104,6 +106,7 @@ def search(
         count: How many of the fastest are surely among the candidates.
         rates: That were measured; default what is assumed of the target.
         host: Bytes of the host for each device, where layers' arrays may live there.
+        disk: Bytes of a file for each device, where layers' optimizer state may lie in one.
 
     Raises:
         PlanError: No mesh that was asked for divides the model and its batch; how fast the GPUs
@@ -133,7 +136,7 @@ def search(
             continue
         best, least, number = _best(on_mesh, plan.loss.vocab_chunks, room)
         if host is not None and way.hosts:
-            best, more = _with_host(on_mesh, plan.loss.vocab_chunks, room, host, best)
+            best, more = _with_host(on_mesh, plan.loss.vocab_chunks, room, host, disk, best)
             number += more
         scored += number
         one = _candidate(way.words, ruled_plan, on_mesh, least if best is None else best)
@@ -156,6 +159,7 @@ def again(
     room: float,
     rates: Rates | None = None,
     host: float | None = None,
+    disk: float | None = None,
 ) -> Candidate | None:
     """The fastest on a candidate's mesh that formulas fit into `room`; None where nothing does.
 
@@ -164,7 +168,7 @@ def again(
     on_mesh = OnMesh(profile, one.plan, target, rates=rates)
     chunks = one.plan.loss.vocab_chunks
     if host is not None and one.way.placed is not None:
-        best, _ = _with_host(on_mesh, chunks, room, host, None)
+        best, _ = _with_host(on_mesh, chunks, room, host, disk, None)
     else:
         best, _, _ = _best(on_mesh, chunks, room)
     return None if best is None else _candidate(one.words, one.plan, on_mesh, best)
@@ -175,18 +179,27 @@ def _candidate(words: str, plan: Plan, on_mesh: OnMesh, chosen: "Scored") -> Can
     if chosen.placed is None:
         predicted = on_mesh.predicted(*given)
     else:
-        predicted = Tier(on_mesh).predicted(*given, chosen.placed)
+        predicted = tier_of(on_mesh, chosen.placed).predicted(*given, chosen.placed)
     return Candidate(words=words, base=plan, way=chosen, predicted=predicted)
 
 
 def _with_host(
-    mesh: OnMesh, chunks: int, room: float, host: float, without: Scored | None
+    mesh: OnMesh,
+    chunks: int,
+    room: float,
+    host: float,
+    disk: float | None,
+    without: Scored | None,
 ) -> tuple[Scored | None, int]:
     """The faster of what was found for devices alone and the best with host memory, and how many
     of those were scored."""
-    best, scored = best_placed(mesh, _policies(mesh), sorted({chunks, *CHUNKS}), room, host)
-    found = [one for one in (without, best) if one is not None]
-    return min(found, key=lambda one: one.seconds, default=None), scored
+    policies, below = _policies(mesh), math.inf if without is None else without.seconds
+    given = mesh, policies, sorted({chunks, *CHUNKS}), room, host
+    if mesh.stages.count > 1:
+        best, scored = best_staged(*given, functools.partial(_mix, mesh, policies), below=below)
+    else:
+        best, scored = best_placed(*given, disk, below=below)
+    return without if best is None else best, scored
 
 
 def _no_mesh(profile: ModelProfile, target: Target, asked: Asked, *, divided: bool) -> str:
@@ -316,8 +329,7 @@ def _with(plan: Plan, one: Scored) -> Plan:
     )
     if one.placed is None:
         return plan
-    # As where shares are found for a mesh that is given: layer by layer, wherever they are.
-    return plan.placed({"fused": True, **one.placed.shares})
+    return plan.placed(one.placed.settings)
 
 
 def remat_of(names: frozenset[str]) -> str:

@@ -105,6 +105,7 @@ class Seconds:
         memory: Updates, and sums of gradients of several microbatches.
         fixed: What calls, microbatches and the step take whatever their sizes.
         bus: Transfers between device and host that compute waits for.
+        disk: Updates of layers whose optimizer state lies in a file.
         hiding: See `Rates`.
         slowing: See `Rates`.
     """
@@ -115,6 +116,7 @@ class Seconds:
     memory: float = 0.0
     fixed: float = 0.0
     bus: float = 0.0
+    disk: float = 0.0
     hiding: float = HIDING
     slowing: float = SLOWING
 
@@ -127,6 +129,7 @@ class Seconds:
             "beside": self.beside,
             "memory": self.memory,
             "bus": self.bus,
+            "disk": self.disk,
         }
 
     @property
@@ -138,7 +141,7 @@ class Seconds:
     def total(self) -> float:
         """What a step takes."""
         sent = with_sends(self.compute, self.waited, self.beside, self.hiding, self.slowing)
-        return float(sent) + self.memory + self.bus + self.fixed
+        return float(sent) + self.memory + self.bus + self.disk + self.fixed
 
     @property
     def slowed(self) -> float:

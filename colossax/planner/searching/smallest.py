@@ -1,6 +1,7 @@
 """Where nothing fits: the smallest budget and the fewest GPUs that would do, by formula."""
 
 import dataclasses
+import functools
 import math
 
 from colossax.aot import Target
@@ -50,19 +51,48 @@ def smallest_target(
     return next((one for one in larger(target) if _fits(profile, plan, one, room, asked)), None)
 
 
-def smallest_host(
-    profile: ModelProfile, plan: Plan, target: Target, *, room: float, asked: Asked
-) -> float | None:
-    """Host memory for each device, in 1e9 bytes, with which formulas fit a plan; None where layers'
-    arrays cannot live there, or no amount of it would do.
+def smallest_tiers(
+    profile: ModelProfile,
+    plan: Plan,
+    target: Target,
+    *,
+    room: float,
+    asked: Asked,
+    beside: float | None = None,
+) -> list[str]:
+    """Host memory or a file for each device, in 1e9 bytes, with which formulas fit a plan, as
+    options for people; empty where layers' arrays cannot live there, or no amount would do.
 
-    Of the fastest plans with any amount of it, that which needs least.
+    Of the fastest plans with any amount, that which needs least.
+
+    Args:
+        profile: The model.
+        plan: See `search`.
+        target: On which nothing fits.
+        room: Bytes of a device.
+        asked: What is given or ruled out.
+        beside: Bytes of the host beside which there may be a file; None: there is to be none.
     """
     if profile.moves:
-        return None
-    found = search(profile, plan, target, room=room, asked=asked, host=math.inf).candidates
+        return []
+    searched = functools.partial(search, profile, plan, target, room=room, asked=asked)
+    found = searched(host=math.inf).candidates
     least = min((one.predicted.host for one in found), default=None)
-    return None if least is None else math.ceil(least / _STEP) * _STEP / 1e9
+    ways = []
+    if least:
+        shown = _rounded_up(least)
+        ways.append(f"--host-gb {shown:.1f} (of host memory for each; by formula it then fits)")
+    if beside is not None:
+        found = searched(host=beside, disk=math.inf).candidates
+        files = [one.predicted.file for one in found if one.predicted.file]
+        if files:
+            shown = _rounded_up(min(files))
+            ways.append(f"--disk-gb {shown:.1f} (of a file for each; by formula it then fits)")
+    return ways
+
+
+def _rounded_up(size: float) -> float:
+    return math.ceil(size / _STEP) * _STEP / 1e9
 
 
 def _fits(profile: ModelProfile, plan: Plan, target: Target, room: float, asked: Asked) -> bool:

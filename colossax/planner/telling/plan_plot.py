@@ -90,4 +90,5 @@ def _seconds(plans: tuple[Planned, ...]) -> Mapping[str, list[float]]:
         "matmuls slowed by collectives": [one.seconds.slowed for one in plans],
         "updates and sums of gradients": [one.seconds.memory for one in plans],
         "transfers to and from host": [one.seconds.bus for one in plans],
+        "updates of layers in a file": [one.seconds.disk for one in plans],
     }

@@ -3,11 +3,13 @@
 from collections.abc import Mapping
 
 from colossax.config import MeshAxis, Plan
+from colossax.planner.searching.disk import DISK_BYTES_PER_S
 from colossax.planner.searching.planned import Answer, Planned
 from colossax.planner.searching.search import told
 from colossax.planner.telling.columns import columns
 
 _GIB = 2**30
+_RATE = f", at {DISK_BYTES_PER_S / 1e9:g} GB/s each way, as is assumed of a host's disk"
 
 
 def describe_plans(title: str, answer: Answer, out: str | None) -> str:
@@ -20,7 +22,8 @@ def describe_plans(title: str, answer: Answer, out: str | None) -> str:
         f" {time_words(seconds.waited)} of collectives that they wait for,"
         f" {time_words(seconds.beside)} beside them"
         f" ({time_words(seconds.exposed)} of which stick out)"
-        + (f", {time_words(seconds.bus)} of transfers to and from host" if seconds.bus else ""),
+        + (f", {time_words(seconds.bus)} of transfers to and from host" if seconds.bus else "")
+        + (f", {time_words(seconds.disk)} of updates in a file{_RATE}" if seconds.disk else ""),
         _memory(first, answer.room),
     ]
     rows += [answer.rates] if answer.rates else []
@@ -51,7 +54,8 @@ def _memory(one: Planned, room: float) -> str:
 
 
 def _of_host(one: Planned) -> str:
-    return f"; {size_words(one.host_bytes)} of the host" if one.host_bytes else ""
+    host = f"; {size_words(one.host_bytes)} of the host" if one.host_bytes else ""
+    return host + (f", {size_words(one.disk_bytes)} of a file" if one.disk_bytes else "")
 
 
 def _device(one: Planned, room: float) -> str:
