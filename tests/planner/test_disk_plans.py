@@ -78,7 +78,14 @@ def test_no_other_placement_with_a_file_is_faster(small, seed):
 
 @pytest.mark.catches("state-in-a-file-stays-in-host-memory")
 @pytest.mark.catches("files-of-one-epoch")
-@pytest.mark.parametrize("shares", [(2, 0, 0), (3, 3, 0), (1, 3, 2)])
+@pytest.mark.parametrize(
+    "shares",
+    [
+        (2, 0, 0),
+        pytest.param((3, 3, 0), marks=pytest.mark.slow),
+        pytest.param((1, 3, 2), marks=pytest.mark.slow),
+    ],
+)
 def test_files_and_host_memory_are_those_of_the_step(small, tmp_path, shares):
     config, profile = small
     in_file, parameters, activations = shares

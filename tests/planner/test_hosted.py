@@ -128,7 +128,13 @@ def test_no_other_placement_of_a_policy_is_faster(shallow, seed):
 
 
 @pytest.mark.catches("hops-of-every-row")
-@pytest.mark.parametrize(("name", "tensor", "room"), [("llama3_8b", 1, 24e9), ("qwen", 8, 6e9)])
+@pytest.mark.parametrize(
+    ("name", "tensor", "room"),
+    [
+        ("llama3_8b", 1, 24e9),
+        pytest.param("qwen", 8, 6e9, marks=pytest.mark.slow),
+    ],
+)
 def test_no_other_policy_or_microbatch_is_faster(shallow, name, tensor, room):
     config, profile = shallow
     if name == "qwen":  # narrow, so that messages along `tensor` take longer than matmuls

@@ -141,6 +141,7 @@ def test_host_memory_and_traffic_in_closed_form(small):
     assert said.seconds.bus > here.seconds.bus == 0
 
 
+@pytest.mark.slow
 @pytest.mark.catches("stages-over-their-host-memory")
 @pytest.mark.catches("stages-have-no-host-memory")
 @pytest.mark.catches("stages-update-during-backward")

@@ -93,7 +93,7 @@ def test_a_policy_keeps_and_computes_what_the_layer_traced_under_it_does(names):
 
 @pytest.mark.catches("codes-are-no-map")
 @pytest.mark.catches("what-is-frozen-has-gradients")
-@pytest.mark.parametrize("base", ["own", "nf4"])
+@pytest.mark.parametrize("base", [pytest.param("own", marks=pytest.mark.slow), "nf4"])
 def test_an_adapter_beside_a_frozen_base_leaves_attention_what_it_takes(base):
     """In codes too; of the base backward has no gradient, so the task says fewer FLOPs of it."""
     adapter = [("adapter.rank", "4"), ("adapter.base", base)]

@@ -261,7 +261,7 @@ def test_no_plan_over_budget_is_named_and_room_is_used(llama, monkeypatch, facto
 
 
 @pytest.mark.catches("over-host-memory-is-named")
-@pytest.mark.parametrize("factor", [0.9, 1.0])
+@pytest.mark.parametrize("factor", [0.9, pytest.param(1.0, marks=pytest.mark.slow)])
 def test_no_plan_over_its_host_memory_is_named(llama, monkeypatch, factor):
     config, profile = llama
     one, compiler = parse_target("h100:1x1"), Compiler(profile, factor=factor)

@@ -42,7 +42,7 @@ def llama():
 @pytest.mark.catches("slots-of-one-chunk")
 @pytest.mark.parametrize("count", [2, 3, 4, 8])
 def test_runs_and_slots_are_those_of_the_tables(count):
-    for microbatches, chunks in itertools.product((1, 2, 3, 5, 8, 12, 17), (1, 2, 3, 4, 5)):
+    for microbatches, chunks in itertools.product((1, 2, 3, 5, 8, 17), (1, 2, 3, 5)):
         name = "1f1b" if chunks == 1 else "interleaved"
         truth = simulate(schedule(name, count, microbatches, chunks))
         stages = Stages(count=count, chunks=chunks)

@@ -200,18 +200,24 @@ class Bounds:
         """Bytes of a device beside parameters, optimizer state and layers' gradients, split as far
         as may be."""
         data, size, others = mesh[MeshAxis.DATA], self._target.size, self._moments + self._gradients
-        inner = mesh[MeshAxis.TENSOR] * mesh[MeshAxis.STAGE]
+        apart = self._apart(mesh)
         if way.stored:
             own = (self._parameters + others) * data / size
-            return self._room - own - way.whole * self._wide * self._layers / inner
+            return self._room - own - way.whole * self._wide * self._layers / apart
         held = self._parameters + way.once * self._gradients
         others -= way.once * self._gradients
-        return self._room - held / inner / mesh[MeshAxis.EXPERT] - others / size
+        return self._room - held / apart - others / size
+
+    def _apart(self, mesh: Mapping[str, int]) -> int:
+        """Of weights as they are multiplied the parts at most."""
+        own = mesh[MeshAxis.TENSOR] * mesh[MeshAxis.STAGE] * mesh[MeshAxis.EXPERT]
+        # Experts may also be split over devices that share a sequence.
+        return own * mesh[MeshAxis.RING] * mesh[MeshAxis.ULYSSES] if self._experts else own
 
     def _touched(self, mesh: Mapping[str, int], way: Way) -> tuple[float, float]:
         """Seconds of updates, and of adding up a microbatch's gradients; see `touched`."""
         own = (mesh[MeshAxis.DATA] if way.stored else 1) / self._target.size
-        summed = 1 / mesh[MeshAxis.TENSOR] / mesh[MeshAxis.STAGE] if way.once else own
+        summed = 1 / self._apart(mesh) if way.once else own
         each = touched_by_microbatch(summed * self._gradients, 2)
         return own * self._updated / self._rates.memory, each / self._rates.memory
 
