@@ -105,7 +105,7 @@ DAMAGED = (
 )
 
 
-@pytest.mark.parametrize("text", quick_first(DAMAGED, 5))
+@pytest.mark.parametrize("text", quick_first(DAMAGED, 9))
 @pytest.mark.catches("damage-is-believed")
 def test_what_is_damaged_is_compiled_again_and_mended(tiny, text):
     config, compiler, folder = tiny

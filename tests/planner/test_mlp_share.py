@@ -173,6 +173,7 @@ def test_each_segment_has_a_share_of_its_own():
     assert f"auto: {shares[0]:.0%} and {shares[1]:.0%} of the tokens" in step.note
 
 
+@pytest.mark.slow
 def test_where_nothing_was_measured_all_is_recomputed():
     _, step = built(plan_of())
     assert step.bound.plan.segments[0].mlp_share == 0

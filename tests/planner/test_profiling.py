@@ -49,6 +49,7 @@ def test_all_that_a_model_multiplies_is_found(name):
     assert sorted([*inside, *found.outside]) == list(range(len(found.infos)))
 
 
+@pytest.mark.slow
 @pytest.mark.catches("experts-computed-once")
 def test_a_mixture_computes_its_experts_again_whatever_is_kept():
     (kind,) = profile("moe_tiny").kinds

@@ -403,6 +403,7 @@ def test_a_plain_model_of_ones_own_has_a_plan():
     assert profile.ends_flops == 2 * 2 * 64 * 256
 
 
+@pytest.mark.slow
 def test_no_mesh_divides():
     config = recipe("llama3_8b")
     config = config.replace(data=dataclasses.replace(config.data, global_batch=7, seq_len=8191))

@@ -175,6 +175,7 @@ def test_formulas_are_as_far_off_as_the_benchmark_says(llama, mesh, remat, micro
     assert sent == pytest.approx(sum(truth["sent"].values()), rel=0.005)
 
 
+@pytest.mark.slow
 @pytest.mark.catches("refused-stages-are-tried-on")
 def test_a_model_without_stages_is_not_tried_on_others(llama, monkeypatch):
     config, profile = llama
