@@ -18,7 +18,7 @@ from colossax.aot import Link, Target
 from colossax.config import MeshAxis, Plan
 from colossax.errors import PlanError
 from colossax.planner.profiling import ModelProfile, bare
-from colossax.planner.searching.forms import Forms
+from colossax.planner.searching.forms import Form, Forms
 from colossax.planner.searching.memory import working_of
 from colossax.planner.searching.meshes import AXES, Way, limits_of, meshes, ruled
 from colossax.planner.searching.parts import Parts, abstract
@@ -167,14 +167,16 @@ class Bounds:
 
     def ordered(self, pinned: Mapping[str, int]) -> list[tuple[float, dict[str, int], Way]]:
         """All ways with seconds that they need at least, the fewest first."""
-        every = [
-            (self._of(mesh, way), mesh, way)
-            for mesh in meshes(self._target, self._limits, pinned)
-            for way in ruled(self._plan, mesh, self._limits, pinned, self._forms)
-        ]
+        every: list[tuple[float, dict[str, int], Way]] = []
+        for mesh in meshes(self._target, self._limits, pinned):
+            tokens: dict[Form | None, _OfTokens] = {}
+            for way in ruled(self._plan, mesh, self._limits, pinned, self._forms):
+                if way.form not in tokens:
+                    tokens[way.form] = self._tokens(mesh, way)
+                every.append((self._of(mesh, way, tokens[way.form]), mesh, way))
         return sorted(every, key=lambda one: one[0])
 
-    def _of(self, mesh: Mapping[str, int], way: Way) -> float:
+    def _of(self, mesh: Mapping[str, int], way: Way, tokens: _OfTokens) -> float:
         """With the number of microbatches that is best for it, of those whose layers' inputs fit;
         infinite where none do."""
         rows, room = self._rows(mesh), self._left(mesh, way)
@@ -182,8 +184,7 @@ class Bounds:
         each = _every(Stages(count=mesh[MeshAxis.STAGE], chunks=way.chunks), rows)
         held = rows / each.count / inner
         layers = self._least((room - held * self._working) / each.slots / held)
-        tokens, weights = self._tokens(mesh, way, rows), self._weights(mesh, way)
-        updates, sums = self._touched(mesh, way)
+        weights, (updates, sums) = self._weights(mesh, way), self._touched(mesh, way)
         runs, several = each.turns * each.count, each.count > 1
         (of_layers, beside), (calls, calls_beside) = tokens.turns, tokens.calls
         waited = of_layers + calls * each.count + way.chunks * tokens.passed
@@ -229,10 +230,10 @@ class Bounds:
         kept, seconds = zip(*self._policies, strict=True)
         return np.interp(room, kept, seconds, left=math.inf)
 
-    def _tokens(self, mesh: Mapping[str, int], way: Way, rows: int) -> "_OfTokens":
-        """What is sent for a step's tokens."""
+    def _tokens(self, mesh: Mapping[str, int], way: Way) -> _OfTokens:
+        """What is sent for a step's tokens, which depends on no more of a way than its form."""
         along, t = mesh[MeshAxis.RING] * mesh[MeshAxis.ULYSSES], mesh[MeshAxis.TENSOR]
-        tokens, count = rows * self._profile.tokens / along, mesh[MeshAxis.STAGE]
+        tokens, count = self._rows(mesh) * self._profile.tokens / along, mesh[MeshAxis.STAGE]
         turns, calls, passed, ends = [0.0, 0.0], [0.0, 0.0], 0.0, 0.0
         for (axis, hidden), (sent, hops) in self._layers_sent(mesh, way).items():
             link = self._link(mesh, MeshAxis(axis))
@@ -262,7 +263,7 @@ class Bounds:
                 self._sent[key] = {}
         return self._sent[key]
 
-    def _weights(self, mesh: Mapping[str, int], way: Way) -> "_OfWeights":
+    def _weights(self, mesh: Mapping[str, int], way: Way) -> _OfWeights:
         """Of gathers of weights and sums of gradients; of new parameters."""
         data, fsdp, expert = (mesh[axis] for axis in _TOKENS)
         along = mesh[MeshAxis.RING] * mesh[MeshAxis.ULYSSES]
