@@ -51,10 +51,13 @@ def test_bytes_of_each_form_are_those_of_its_program(target, mesh, experts, coun
     said += sum(one.bytes for one in predicted.sent_once)
     truth = sum(link.totals.ring_bytes for link in found.links)
     assert said == pytest.approx(truth, rel=0.005)
-    # Rows that travel axis by axis, along each of them.
-    rows = [one for one in predicted.sent if one.kind == "all-to-all" and len(one.axes) == 1]
-    for one in rows:
-        sums = [link.totals for link in found.links if link.totals.kind == one.kind]
-        there = sum(each.ring_bytes for each in sums if each.axis == one.axes[0])
-        assert one.bytes == pytest.approx(there, rel=0.01), one.axes
-    assert len(rows) == (2 if experts is LEVELS else 0)
+    # Rows that travel axis by axis, along each of them, beside those of the table of tokens.
+    along: dict[str, float] = {}
+    for one in predicted.sent:
+        if one.kind == "all-to-all" and len(one.axes) == 1:
+            along[one.axes[0]] = along.get(one.axes[0], 0.0) + one.bytes
+    for axis, size in along.items():
+        sums = [link.totals for link in found.links if link.totals.kind == "all-to-all"]
+        there = sum(each.ring_bytes for each in sums if each.axis == axis)
+        assert size == pytest.approx(there, rel=0.01), axis
+    assert set(along) == ({"expert", "tensor"} if experts is LEVELS else set())
