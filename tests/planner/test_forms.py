@@ -10,6 +10,7 @@ import pytest
 from colossax.aot import Link, parse_target
 from colossax.config import ExpertsConfig, Plan, Precision, preset, to_json
 from colossax.errors import PlanError
+from colossax.planner.counting.compiled import usable_bytes
 from colossax.planner.profiling import KeptArray, LayerKind, Map, ModelProfile, profile_task
 from colossax.planner.profiling.traced import TracedLayer
 from colossax.planner.searching import Asked
@@ -261,8 +262,9 @@ def test_long_rows_of_small_experts_on_two_nodes_have_their_experts_gathered():
         plan=config.plan.replace(experts=ExpertsConfig()),
     )
     profile = profile_task(task_of(config), config.plan, NODES)
-    best = search(profile, config.plan, NODES, room=75e9).candidates[0]
+    room = usable_bytes(NODES)
+    best = search(profile, config.plan, NODES, room=room).candidates[0]
     by_rule = config.plan.replace(experts=ExpertsConfig(dispatch="passes"))
-    passes = search(profile, by_rule, NODES, room=75e9).candidates[0]
+    passes = search(profile, by_rule, NODES, room=room).candidates[0]
     assert best.plan.experts.dispatch == "weights"
     assert best.predicted.seconds.total < 0.995 * passes.predicted.seconds.total
