@@ -12,8 +12,9 @@ Seconds are predicted, not measured, for each network between nodes:
     compute = 4/3 x model FLOPs x passes a stage runs / microbatches / (GPUs x peak x 0.4)
 
 4/3 for recomputation, 0.4 of the peak as `colossax inspect` assumes; passes over microbatches is
-the price of a bubble. Collectives take their bytes in rings at the link's rate, as `inspect` has
-them, one after another. It compares plans; no run was timed.
+the price of a bubble. Collectives take their bytes at the link's rate, one after another, and all
+of them the latencies of a ring, also what is handed to a neighbour, of which `inspect` has one. It
+compares plans; no run was timed.
 """
 
 import argparse

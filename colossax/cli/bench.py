@@ -68,7 +68,7 @@ def run(_verb: str, args: argparse.Namespace, overrides: list[Override]) -> int:
     of_a_recipe = args.what in ("stages", "links")
     if not of_a_recipe:
         _refuse_recipe(args, overrides)
-    file_to_write(args.out, "--out")
+    args.out = file_to_write(args.out, "--out")
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     if of_a_recipe:
         return bench_stages.run(args, overrides)

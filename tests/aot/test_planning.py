@@ -17,6 +17,7 @@ from colossax.planner.profiling import profile_task
 from colossax.planner.searching import Subject, asked_of, plan_run, predict
 from colossax.recipes import recipe
 from colossax.tasks import task_of
+from tests.planner.few_layers import few_layers
 
 pytestmark = pytest.mark.aot
 
@@ -93,11 +94,7 @@ def test_a_plan_that_is_named_fits_as_it_was_compiled(tmp_path, monkeypatch):
 @pytest.mark.catches("host-memory-of-half")
 def test_a_model_larger_than_its_device_is_planned_with_host_memory(tmp_path, monkeypatch):
     monkeypatch.setenv("COLOSSAX_CACHE", str(tmp_path))
-    config = recipe("llama3_8b")
-    config = config.replace(
-        model=dataclasses.replace(config.model, layers=8),
-        data=dataclasses.replace(config.data, global_batch=4),
-    )
+    config = few_layers("llama3_8b", 8, 4)
     target, plan = parse_target("h100:1x1"), config.plan
     answer = plan_run(
         Subject.of(config), plan, target, top=1, device_gb=30.0, host_gb=30.0, processes=1
@@ -113,13 +110,17 @@ def test_a_model_larger_than_its_device_is_planned_with_host_memory(tmp_path, mo
     assert one.seconds.bus > 0
 
 
-def eight_layers(rows):
-    """As wide as those of Llama 3 8B."""
-    config = recipe("llama3_8b")
-    return config.replace(
-        model=dataclasses.replace(config.model, layers=8),
-        data=dataclasses.replace(config.data, global_batch=rows),
-    )
+def as_it_was_said(config, plan, target):
+    """The formula of a plan, and what its program says: bytes of the host and what moves are the
+    same, those of a device nearly."""
+    task = task_of(config.replace(plan=plan))
+    said = predict(profile_task(task, plan, target), plan, target)
+    found = inspect_task(task, plan, target)
+    assert found.memory.host_bytes == said.host
+    assert found.host_traffic is not None
+    assert (found.host_traffic.up_bytes, found.host_traffic.down_bytes) == said.moved
+    assert said.bytes.total == pytest.approx(found.memory.total_bytes, rel=0.06)
+    return said, found
 
 
 @pytest.mark.timeout(900)
@@ -135,18 +136,12 @@ def test_stages_with_host_memory_take_what_was_said():
         offload=OffloadConfig(parameters=1.0, optimizer=1.0, activations=1.0),
     )
     data = dataclasses.replace(config.data, global_batch=32)
-    task = task_of(config.replace(plan=plan, data=data))
-    said = predict(profile_task(task, plan, target), plan, target)
-    found = inspect_task(task, plan, target)
-    assert found.memory.host_bytes == said.host
-    assert found.host_traffic is not None
-    assert (found.host_traffic.up_bytes, found.host_traffic.down_bytes) == said.moved
-    assert said.bytes.total == pytest.approx(found.memory.total_bytes, rel=0.06)
+    as_it_was_said(config.replace(data=data), plan, target)
 
 
 @pytest.mark.timeout(900)
 def test_layers_in_a_file_take_what_was_said():
-    config, target = eight_layers(2), parse_target("h100:1x1")
+    config, target = few_layers("llama3_8b", 8, 2), parse_target("h100:1x1")
     plan = config.plan.replace(
         mesh={"data": 1},
         segments=(Segment(remat="full"),),
@@ -154,13 +149,7 @@ def test_layers_in_a_file_take_what_was_said():
         loss=LossConfig(vocab_chunks=8),
         offload=OffloadConfig(fused=True, optimizer=1.0, disk=0.5),
     )
-    task = task_of(config.replace(plan=plan))
-    said = predict(profile_task(task, plan, target), plan, target)
-    found = inspect_task(task, plan, target)
-    assert found.memory.host_bytes == said.host
-    assert found.host_traffic is not None
-    assert (found.host_traffic.up_bytes, found.host_traffic.down_bytes) == said.moved
-    assert said.bytes.total == pytest.approx(found.memory.total_bytes, rel=0.06)
+    said, found = as_it_was_said(config, plan, target)
     assert found.disk is not None
     assert said.file == pytest.approx(found.disk.file_bytes, rel=1e-3)
     assert said.through == pytest.approx(found.disk.memory_bytes, rel=1e-3)

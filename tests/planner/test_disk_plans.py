@@ -17,12 +17,13 @@ from colossax.planner.searching import Subject, plan_run, predict
 from colossax.planner.searching.disk import DISK_BYTES_PER_S
 from colossax.planner.searching.hosted import Tier, best_placed
 from colossax.planner.searching.policies import Policy
-from colossax.planner.searching.predicting import OnMesh
+from colossax.planner.searching.predicting import OnMesh, policies_of
 from colossax.planner.searching.scored import Placed
 from colossax.planner.task_step import task_step
 from colossax.recipes import recipe
 from colossax.step.offloaded.disk import DiskTier
 from colossax.tasks import task_of
+from tests.planner.few_layers import few_layers
 
 ONE, LAYERS = parse_target("h100:1x1"), 3
 
@@ -30,11 +31,7 @@ ONE, LAYERS = parse_target("h100:1x1"), 3
 @pytest.fixture(scope="module")
 def small():
     """Three narrow layers, with 8 rows a step."""
-    config = recipe("llama_tiny")
-    config = config.replace(
-        model=dataclasses.replace(config.model, layers=LAYERS),
-        data=dataclasses.replace(config.data, global_batch=8),
-    )
+    config = few_layers("llama_tiny", LAYERS, 8)
     return config, profile_task(task_of(config), config.plan, ONE)
 
 
@@ -55,7 +52,7 @@ def test_no_other_placement_with_a_file_is_faster(small, seed):
     config, profile = small
     mesh = OnMesh(profile, config.plan.replace(mesh={"data": 1}), ONE)
     tier, rows = Tier(mesh, disk=True), draw.choice((1, 2, 8))
-    names = draw.choice(mesh.policies())
+    names = draw.choice(policies_of(mesh.profile))
     every = {}
     for y, z, w, d in itertools.product(range(LAYERS + 1), repeat=4):
         if 0 < d <= z and (y == 0 or y >= d) and (w == 0 or w >= d):

@@ -20,12 +20,13 @@ from colossax.planner.searching import Subject, plan_run, predict
 from colossax.planner.searching.bounds import divisors
 from colossax.planner.searching.hosted import Tier, best_placed
 from colossax.planner.searching.policies import Policy
-from colossax.planner.searching.predicting import OnMesh
+from colossax.planner.searching.predicting import OnMesh, policies_of
 from colossax.planner.searching.scored import Placed
 from colossax.planner.searching.search import search, told
 from colossax.planner.task_step import task_step
 from colossax.recipes import recipe
 from colossax.tasks import Task, task_of
+from tests.planner.few_layers import few_layers
 
 ONE, NODE = parse_target("h100:1x1"), parse_target("h100:1x8")
 LAYERS = 4
@@ -41,11 +42,7 @@ def llama():
 @pytest.fixture(scope="module")
 def shallow():
     """Four layers as wide as those of Llama 3 8B, with 8 rows a step."""
-    config = recipe("llama3_8b")
-    config = config.replace(
-        model=dataclasses.replace(config.model, layers=LAYERS),
-        data=dataclasses.replace(config.data, global_batch=8),
-    )
+    config = few_layers("llama3_8b", LAYERS, 8)
     return config, profile_task(task_of(config), config.plan, ONE)
 
 
@@ -98,7 +95,7 @@ def test_no_other_placement_of_a_policy_is_faster(shallow, seed):
     profile = dataclasses.replace(profile, clips=bool(seed % 2))
     mesh, tier = tier_of(profile, config.plan)
     rows = draw.choice((1, 2, 8))
-    (names,) = draw.sample(mesh.policies(), 1)
+    (names,) = draw.sample(policies_of(mesh.profile), 1)
     one_row = mesh.tokens(1)
     policy = Policy(
         names=names,
@@ -149,7 +146,7 @@ def test_no_other_policy_or_microbatch_is_faster(shallow, name, tensor, room):
             seconds=calls * mesh.layer_seconds(0, names, one_row),
             bytes=calls * mesh.kept(0, names, one_row),
         )
-        for names in mesh.policies()
+        for names in policies_of(mesh.profile)
     ]
     best, _ = best_placed(mesh, policies, (8, 32), room, 1e12)
     every = []

@@ -1,6 +1,5 @@
 """Stages with host memory: what they take, what the step permits, and that nothing is faster."""
 
-import dataclasses
 import functools
 import itertools
 import random
@@ -9,7 +8,7 @@ import numpy as np
 import pytest
 
 from colossax.aot import parse_target
-from colossax.config import BatchConfig, OffloadConfig, PipelineConfig, Segment
+from colossax.config import HOST_KINDS, BatchConfig, OffloadConfig, PipelineConfig, Segment
 from colossax.errors import PlanError
 from colossax.planner.profiling import profile_task
 from colossax.planner.searching import predict
@@ -21,23 +20,18 @@ from colossax.planner.searching.parts import Parts, abstract
 from colossax.planner.searching.predicting import OnMesh
 from colossax.planner.searching.scored import Placed
 from colossax.planner.searching.search import _mix, _policies, search
-from colossax.recipes import recipe
 from colossax.step.offloaded.streaming import check_streamable
 from colossax.step.stages.given import check_stages
 from colossax.tasks import task_of
+from tests.planner.few_layers import few_layers
 
 FOUR, LAYERS = parse_target("h100:1x4"), 4
-KINDS = ("parameters", "optimizer", "activations")
 
 
 @pytest.fixture(scope="module")
 def small():
     """Four narrow layers, with 16 rows a step."""
-    config = recipe("llama_tiny")
-    config = config.replace(
-        model=dataclasses.replace(config.model, layers=LAYERS),
-        data=dataclasses.replace(config.data, global_batch=16),
-    )
+    config = few_layers("llama_tiny", LAYERS, 16)
     return config, profile_task(task_of(config), config.plan, FOUR)
 
 
@@ -64,11 +58,13 @@ def test_placements_are_those_that_the_step_permits(small, how, count):
     config, profile = small
     plan = staged(config.plan, **how)
     tier = StagedTier(OnMesh(profile, plan, FOUR))
-    searched = [tuple(getattr(one, kind) / LAYERS for kind in KINDS) for one in tier.placements()]
+    searched = [
+        tuple(getattr(one, kind) / LAYERS for kind in HOST_KINDS) for one in tier.placements()
+    ]
     optimizer = task_of(config).optimizer
     permitted = set()
     for shares in itertools.product((0.0, 1.0), repeat=3):
-        offload = OffloadConfig(**dict(zip(KINDS, shares, strict=True)))
+        offload = OffloadConfig(**dict(zip(HOST_KINDS, shares, strict=True)))
         bound = abstract(plan.replace(offload=offload), FOUR.size)
         try:
             check_stages(bound)
@@ -121,7 +117,9 @@ def test_host_memory_and_traffic_in_closed_form(small):
     plan = staged(config.plan).replace(
         batch=BatchConfig(microbatch=2), segments=(Segment(remat="full"),)
     )
-    said = predict(profile, plan.replace(offload=OffloadConfig(**dict.fromkeys(KINDS, 1.0))), FOUR)
+    said = predict(
+        profile, plan.replace(offload=OffloadConfig(**dict.fromkeys(HOST_KINDS, 1.0))), FOUR
+    )
     here = predict(profile, plan, FOUR)
     model, tokens = config.model, 2 * config.data.seq_len
     matrices = sum(
@@ -165,6 +163,14 @@ def test_stages_are_searched_with_host_memory(small):
         assert said.host == one.predicted.host > 0
         assert said.bytes.total == pytest.approx(one.predicted.bytes.total)
         assert said.seconds.total == pytest.approx(one.predicted.seconds.total)
+
+
+@pytest.mark.catches("unknown-placements-are-predicted")
+def test_what_formulas_do_not_know_of_stages_is_not_predicted(small):
+    config, profile = small
+    plan = staged(config.plan).replace(offload=OffloadConfig(parameters=1.0))
+    with pytest.raises(PlanError, match="do not know in host memory parameters of all layers; cou"):
+        predict(profile, plan, FOUR)
 
 
 def test_what_is_in_host_memory_is_told():

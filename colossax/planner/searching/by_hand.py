@@ -2,8 +2,10 @@
 
 from colossax.aot import Target
 from colossax.config import HOST_KINDS, SAVEABLE, Plan
+from colossax.errors import PlanError
 from colossax.planner.profiling import LayerKind, ModelProfile
 from colossax.planner.searching.hosted import tier_of
+from colossax.planner.searching.hosted_stages import StagedTier
 from colossax.planner.searching.predicting import OnMesh, Prediction
 from colossax.planner.searching.scored import Placed
 from colossax.planner.searching.seconds import Rates
@@ -22,7 +24,8 @@ def predict(
         rates: That were measured; default what is assumed of the target.
 
     Raises:
-        PlanError: Its mesh does not divide the model or its batch.
+        PlanError: Its mesh does not divide the model or its batch; its stages have in host memory
+            what formulas do not know.
     """
     mesh = OnMesh(profile, plan, target, rates=rates)
     batch = plan.batch
@@ -49,7 +52,13 @@ def predict(
         **{kind: plan.offload.layers(kind, layers) for kind in (*HOST_KINDS, "disk")},
         staged=mesh.stages.count > 1,
     )
-    return tier_of(mesh, placed).predicted(rows, policies, plan.loss.vocab_chunks, placed)
+    tier = tier_of(mesh, placed)
+    if isinstance(tier, StagedTier) and placed not in tier.placements():
+        raise PlanError(
+            f"plan.offload: of stages formulas do not know {placed.shown}; count the plan with"
+            " colossax inspect"
+        )
+    return tier.predicted(rows, policies, plan.loss.vocab_chunks, placed)
 
 
 def _named(kind: LayerKind) -> frozenset[str]:

@@ -71,6 +71,7 @@ def unfiled(profile: ModelProfile, target: Target) -> str:
         return "a file holds the layers of one stack that are alike, and this model has others"
     if any(info.update is not None for info in profile.infos):
         return "a parameter of this model has an update of its own"
-    if not any(profile.moments):
-        return "the optimizer has no state"
+    states = zip(profile.infos, profile.moments, strict=True)
+    if not any(moment for info, moment in states if info.total_layers is not None):
+        return "the optimizer has no state of layers"
     return ""

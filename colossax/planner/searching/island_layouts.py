@@ -10,6 +10,7 @@ from colossax.config import BatchConfig, LossConfig, MeshAxis, PipelineConfig, P
 from colossax.planner.searching.bounds import divisors
 from colossax.planner.searching.island_costs import OnIsland
 from colossax.planner.searching.memory import Bytes
+from colossax.planner.searching.predicting import policies_of
 from colossax.planner.searching.search import remat_of
 from colossax.planner.searching.seconds import Seconds
 from colossax.planner.searching.sends import Tokens
@@ -98,7 +99,7 @@ class Layout:
         for rows in count:
             rows = some.rows if rows < 0 else rows
             ends = {at: mesh.of_ends(some.tokens(rows)) for at, mesh in self.each.items()}
-            for names in some.policies():
+            for names in policies_of(some.profile):
                 tried += 1
                 one = self._candidate(rows, names, ends, rooms, chunks, off)
                 if one is not None and (

@@ -17,15 +17,14 @@ from colossax.planner.searching.seconds import (
     rates_of,
 )
 from colossax.planner.searching.sends import (
-    Sent,
     Tokens,
     layer_sent,
     states_sent,
-    times,
     tokens_sent,
     weights_sent,
     widths,
 )
+from colossax.planner.searching.sent import Sent, times
 from colossax.planner.searching.stages import stages_of, stages_sent
 from colossax.planner.searching.touched import touched_by_microbatch, touched_by_step
 from colossax.sharding import activation_axes, batch_axes, seq_axes
@@ -148,10 +147,6 @@ class OnMesh:
             waited, _ = self._seconds(layer_sent(*given))
             self._waited[key] = waited / one_row.inside
         return self.compute(number, names, tokens) + self._waited[key] * tokens.inside
-
-    def policies(self) -> list[frozenset[str]]:
-        """See `policies`."""
-        return policies(self.profile)
 
     def ends(self, tokens: Tokens) -> float:
         """Seconds of what stands beside the layers."""
@@ -282,7 +277,7 @@ def tokens_of(profile: ModelProfile, parts: Parts, rows: int) -> Tokens:
     return Tokens(inside=inside, held=inside / (parts.size((MeshAxis.TENSOR,)) if splits else 1))
 
 
-def policies(profile: ModelProfile) -> list[frozenset[str]]:
+def policies_of(profile: ModelProfile) -> list[frozenset[str]]:
     """Names that layers might keep, of which all kinds of layers know."""
     each = [set(kind.traced.again) for kind in profile.kinds]
     return sorted(set.intersection(*each), key=sorted) if each else []
@@ -300,12 +295,9 @@ def least_sent(profile: ModelProfile, parts: Parts) -> LeastSent:
     Raises:
         PlanError: The mesh does not divide the model.
     """
-    one_row, least = (
-        tokens_of(profile, parts, 1),
-        dict[tuple[str, bool], list[tuple[float, float]]](),
-    )
+    one_row, every = tokens_of(profile, parts, 1), policies_of(profile)
     wide = [widths(profile, parts, kind) for kind in profile.kinds]
-    every = policies(profile)
+    least: dict[tuple[str, bool], list[tuple[float, float]]] = {}
     for names in every:
         sums: LeastSent = {}
         for kind, split in zip(profile.kinds, wide, strict=True):

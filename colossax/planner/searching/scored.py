@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+from colossax.config import HOST_KINDS
 from colossax.planner.searching.predicting import Policies
 
 
@@ -30,8 +31,7 @@ class Placed:
     def settings(self) -> dict[str, Any]:
         """Of `plan.offload`: shares of the layers, which are updated one by one where they are of
         no stages, wherever they are."""
-        names = ("parameters", "optimizer", "activations", "disk")
-        shares = {name: getattr(self, name) / self.layers for name in names}
+        shares = {name: getattr(self, name) / self.layers for name in (*HOST_KINDS, "disk")}
         return shares if self.staged else {"fused": True, **shares}
 
     @property
@@ -39,7 +39,7 @@ class Placed:
         """For people; empty where all is on the device."""
         parts = [
             f"{name} of {'all' if count == self.layers else count} layers"
-            for name in ("parameters", "optimizer", "activations")
+            for name in HOST_KINDS
             if (count := getattr(self, name))
         ]
         if self.disk:

@@ -23,7 +23,7 @@ from colossax.planner.searching.hosted_stages import best_staged
 from colossax.planner.searching.meshes import limits_of
 from colossax.planner.searching.parts import Choices
 from colossax.planner.searching.policies import Policy, fastest_mix
-from colossax.planner.searching.predicting import OnMesh, Policies, Prediction
+from colossax.planner.searching.predicting import OnMesh, Policies, Prediction, policies_of
 from colossax.planner.searching.scored import Scored
 from colossax.planner.searching.seconds import Rates, rates_of
 
@@ -281,7 +281,7 @@ def _policies(mesh: OnMesh) -> list[Policy]:
             seconds=sum(k.calls * mesh.layer_seconds(at, one, tokens) for at, k in each) / share,
             bytes=sum(k.calls * mesh.kept(at, one, tokens) for at, k in each) / share,
         )
-        for one in mesh.policies()
+        for one in policies_of(mesh.profile)
     ]
 
 

@@ -16,9 +16,7 @@ from colossax.config import RING_AXES, MeshAxis
 from colossax.planner.profiling import LayerKind, Map, ModelProfile
 from colossax.planner.searching.experts import experts_sent
 from colossax.planner.searching.parts import Parts
-from colossax.planner.searching.sent import Sent as Sent
-from colossax.planner.searching.sent import joined, times
-from colossax.planner.searching.sent import sent_along as _sent
+from colossax.planner.searching.sent import Sent, joined, sent_along, times
 from colossax.sharding import activation_axes
 from colossax.sharding.rules import TABLE_WIDTH
 from colossax.typing import ParamInfo
@@ -79,7 +77,7 @@ def states_sent(profile: ModelProfile, parts: Parts) -> tuple[Sent, ...]:
         if (n := parts.size(axes)) > 1:
             at_rest = info.at_rest(parts.bound.plan.precision.params).itemsize
             size = math.prod(info.shape) / parts.size(stored) * at_rest
-            found.append(_sent("all-gather", axes, (n - 1) / n * size, 1, False))
+            found.append(sent_along("all-gather", axes, (n - 1) / n * size, 1, False))
     return joined(found)
 
 
@@ -154,18 +152,20 @@ def _weights(
             scattered = scattered if once else ()
         if n := parts.size(gathered) - 1:
             sent = n / (n + 1) * numbers
-            found.append(_sent("all-gather", gathered, passes * sent * wide, passes, True))
+            found.append(sent_along("all-gather", gathered, passes * sent * wide, passes, True))
         if not learns:
             continue
         if n := parts.size(scattered) - 1:
             wide = reduction if matrix else 4
-            sums.append(_sent("reduce-scatter", scattered, n / (n + 1) * numbers * wide, 1, True))
+            sums.append(
+                sent_along("reduce-scatter", scattered, n / (n + 1) * numbers * wide, 1, True)
+            )
         if n := parts.size(others) - 1:
             # Of a table that is the head too there are two gradients.
             count = 2 if looked_up and info.dims[-1] != TABLE_WIDTH else 1
             held = count * numbers / parts.size([axis for axis in summed if axis not in whole])
             sent = 2 * n / (n + 1) * held * reduction
-            sums.append(_sent("all-reduce", others, sent, count, True))
+            sums.append(sent_along("all-reduce", others, sent, count, True))
     return found, sums
 
 
@@ -186,10 +186,10 @@ def _activations(
     ends = sum(width for _, width in out)
     if by_sequence:
         return [
-            _sent("all-gather", (axis,), moved * (2 * into + ends), 2 * 2 + 2, False),
-            _sent("reduce-scatter", (axis,), moved * (ends + into + repeated), 5, False),
+            sent_along("all-gather", (axis,), moved * (2 * into + ends), 2 * 2 + 2, False),
+            sent_along("reduce-scatter", (axis,), moved * (ends + into + repeated), 5, False),
         ]
-    return [_sent("all-reduce", (axis,), 2 * moved * (into + ends + repeated), 5, False)]
+    return [sent_along("all-reduce", (axis,), 2 * moved * (into + ends + repeated), 5, False)]
 
 
 def widths(profile: ModelProfile, parts: Parts, kind: LayerKind) -> Widths:
@@ -247,7 +247,7 @@ def _attention(parts: Parts, kind: LayerKind, inside: float, kept: frozenset[str
     moving = 2 * inside * repeated * size
     if ring > 1:
         found.append(
-            _sent(
+            sent_along(
                 "collective-permute",
                 axes,
                 moving * ((ring - 1) * ((2 + again) * wide + 4) - again * wide),
@@ -258,7 +258,9 @@ def _attention(parts: Parts, kind: LayerKind, inside: float, kept: frozenset[str
     if ulysses > 1:
         moved = (ulysses - 1) / ulysses * inside * size * 2 * (heads + repeated)
         axis = (MeshAxis.ULYSSES.value,)
-        found.append(_sent("all-to-all", axis, moved * (2 + again) * wide, 4 * (2 + again), False))
+        found.append(
+            sent_along("all-to-all", axis, moved * (2 + again) * wide, 4 * (2 + again), False)
+        )
     return found
 
 
@@ -278,15 +280,15 @@ def _ends(profile: ModelProfile, parts: Parts, tokens: Tokens) -> list[Sent]:
                 # Each stage has a part of the width.
                 width = info.shape[-1] / (stages if MeshAxis.STAGE in split else 1)
                 moved = (n - 1) / n * tokens.held * width * wide
-                found.append(_sent("all-to-all", axes, moved, 1, False))
+                found.append(sent_along("all-to-all", axes, moved, 1, False))
     t = parts.size((MeshAxis.TENSOR.value,))
     if t > 1 and profile.kinds:
         width = profile.kinds[0].traced.kept[0].shape[-1]
         moved = (t - 1) / t * tokens.inside * width * wide
         axis = (MeshAxis.TENSOR.value,)
-        found.append(_sent("all-gather", axis, (1 + 1 / stages) * moved, 2, False))
-        found.append(_sent("reduce-scatter", axis, moved / stages, 1, False))
-        found.append(_sent("all-reduce", axis, 4 * moved, 2, False))
+        found.append(sent_along("all-gather", axis, (1 + 1 / stages) * moved, 2, False))
+        found.append(sent_along("reduce-scatter", axis, moved / stages, 1, False))
+        found.append(sent_along("all-reduce", axis, 4 * moved, 2, False))
     return found
 
 

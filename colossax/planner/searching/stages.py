@@ -13,7 +13,8 @@ from colossax.config import MeshAxis, Plan
 from colossax.errors import PlanError
 from colossax.planner.profiling import ModelProfile
 from colossax.planner.searching.parts import Parts
-from colossax.planner.searching.sends import Sent, Tokens
+from colossax.planner.searching.sends import Tokens
+from colossax.planner.searching.sent import Sent
 
 STAGE = MeshAxis.STAGE.value
 

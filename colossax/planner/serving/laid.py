@@ -15,7 +15,7 @@ from colossax.inference.engine.pages import engine_plan
 from colossax.inference.engine.sizing import PAGE_TOKENS
 from colossax.planner.searching.parts import Parts, abstract
 from colossax.planner.searching.seconds import Rates, collectives_seconds, rates_of
-from colossax.planner.searching.sends import Sent
+from colossax.planner.searching.sent import Sent
 from colossax.planner.serving.sends import (
     head_sent,
     is_matrix,

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from colossax.config import RING_AXES
 from colossax.planner.searching.parts import Parts
-from colossax.planner.searching.sends import Sent
+from colossax.planner.searching.sent import Sent
 from colossax.planner.serving.served import ServedProfile
 from colossax.typing import ParamInfo
 
