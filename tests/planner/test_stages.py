@@ -127,7 +127,13 @@ def test_stages_may_be_asked_for_and_are_told(llama):
         assert counts == [-1] or sum(counts) == 32 // 4 // one.plan.pipeline.chunks
     mixed = next(one for one in found.candidates if len(one.plan.segments) > 1)
     several = mixed.plan.pipeline.chunks > 1
-    assert f"layers of each {'chunk of a ' * several}stage keep" in told(mixed)
+    whose = f"of each {'chunk of a ' * several}stage"
+    for part, words in zip(
+        mixed.plan.segments, told(mixed).split("; ")[1].split(", "), strict=True
+    ):
+        one = part.count == 1
+        verb = "recompute" if part.remat == "full" else "keep"
+        assert words.startswith(f"{part.count} layer{'s' * (not one)} {whose} {verb}{'s' * one} ")
     none = search(profile, config.plan, NODE, room=60e9, asked=Asked(sizes={"stage": 1}))
     assert all("stage" not in one.plan.mesh for one in none.candidates)
 

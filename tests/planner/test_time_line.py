@@ -18,6 +18,7 @@ from colossax.planner.telling.time_line import (
     BESIDE,
     COMPUTE,
     EXPOSED,
+    FILE,
     FORWARD,
     HOST,
     UPDATES,
@@ -56,11 +57,14 @@ def total(line, kind, row=None):
 
 
 @pytest.mark.catches("transfers-are-not-drawn")
+@pytest.mark.catches("files-are-not-drawn")
 @pytest.mark.catches("a-time-line-lasts-longer")
 def test_a_step_without_stages_is_all_of_its_seconds(tiny):
     one = found(tiny, "fsdp=4", "tensor=2")
     compute = one.seconds.compute
-    seconds = dataclasses.replace(one.seconds, beside=1.5 * compute, bus=0.3 * compute)
+    seconds = dataclasses.replace(
+        one.seconds, beside=1.5 * compute, bus=0.3 * compute, disk=compute
+    )
     one = dataclasses.replace(one, seconds=seconds)
     line = time_line(one)
     apart(line)
@@ -70,8 +74,9 @@ def test_a_step_without_stages_is_all_of_its_seconds(tiny):
     assert total(line, EXPOSED) == pytest.approx(seconds.exposed) and seconds.exposed > 0
     assert total(line, BESIDE) == pytest.approx(seconds.beside - seconds.exposed)
     assert total(line, HOST) == pytest.approx(seconds.bus)
+    assert total(line, FILE) == pytest.approx(seconds.disk)
     assert gaps(line, 0) == pytest.approx(0, abs=1e-9 * line.end)
-    alone = dataclasses.replace(seconds, waited=0.0, beside=0.0, bus=0.0)
+    alone = dataclasses.replace(seconds, waited=0.0, beside=0.0, bus=0.0, disk=0.0)
     line = time_line(dataclasses.replace(one, seconds=alone))
     assert line.rows == ("device",)
     assert line.kinds == (COMPUTE, UPDATES)
@@ -93,6 +98,14 @@ def test_stages_have_their_bubble(tiny):
         assert done == pytest.approx(of_slots * count * chunks / runs, rel=0.05)
         assert gaps(line, row) > 0
         assert total(line, UPDATES, row) == pytest.approx(one.seconds.memory)
+    assert line.kinds == (FORWARD, BACKWARD, UPDATES)
+    moves = dataclasses.replace(one.seconds, bus=0.5 * one.seconds.total)
+    moved = time_line(dataclasses.replace(one, seconds=moves))
+    apart(moved)
+    assert moved.end == pytest.approx(moves.total)
+    for row in range(4):  # transfers are behind the slots, and not in them
+        assert total(moved, HOST, row) == pytest.approx(moves.bus)
+        assert total(moved, FORWARD, row) == pytest.approx(total(line, FORWARD, row))
 
 
 def test_stages_of_islands_take_what_they_take(tiny):
@@ -112,7 +125,8 @@ def test_stages_of_islands_take_what_they_take(tiny):
 @pytest.mark.catches("the-time-line-is-not-drawn")
 def test_it_is_drawn_below_the_bars(tiny, tmp_path, monkeypatch):
     drawn = []
-    whole = plan_plot._draw
+    whole, stacked = plan_plot._draw, []
+    monkeypatch.setattr(plan_plot, "stack_bars", lambda *given, **_: stacked.append(given[2]))
 
     def draw(axes, line):
         whole(axes, line)
@@ -122,6 +136,9 @@ def test_it_is_drawn_below_the_bars(tiny, tmp_path, monkeypatch):
     one = found(tiny, "stage=4", "data=2")
     plot_plans(answer_of([one], 1, 0, 1e9, ""), tmp_path / "plan.png")
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+    # Of what takes nothing there is neither a bar nor a word.
+    assert all(any(each) for bars in stacked for each in bars.values())
+    assert len(stacked) == 2
     ((axes, line),) = drawn
     assert [label.get_text() for label in axes.get_yticklabels()] == list(line.rows)
     assert [text.get_text() for text in axes.get_legend().get_texts()] == list(line.kinds)

@@ -342,15 +342,19 @@ def told(one: Any) -> str:
     plan, count = one.plan, one.predicted.microbatches
     rows, staged = plan.batch.microbatch, plan.mesh.get(MeshAxis.STAGE, 1) > 1
     every = " of each stage" if plan.pipeline.chunks == 1 else " of each chunk of a stage"
-    every *= staged
-    layers = [
-        f"{'all layers' if part.count == -1 else f'{part.count} layers{every}'}"
-        + {"full": " recompute all", "none": " keep all"}.get(part.remat, f" keep {part.remat}")
-        for part in plan.segments
-    ]
+    layers = [_kept_words(part, every * staged) for part in plan.segments]
     placed = one.way.placed if isinstance(one, Candidate) else None
     layers += [placed.shown] if placed and placed.shown else []
     return (
         f"{rows} row{'s' if rows != 1 else ''} of each device at a time,"
         f" {count} time{'s' if count != 1 else ''} a step; {', '.join(layers)}"
     )
+
+
+def _kept_words(part: Segment, of: str) -> str:
+    """What layers of a segment keep; `of` says whose they are."""
+    one = part.count == 1
+    who = "all layers" if part.count == -1 else f"{part.count} layer{'s' * (not one)}{of}"
+    if part.remat == "full":
+        return f"{who} recompute{'s' * one} all"
+    return f"{who} keep{'s' * one} {'all' if part.remat == 'none' else part.remat}"

@@ -83,7 +83,8 @@ def _memory(answer: Answer) -> Mapping[str, list[float]]:
 
 
 def _seconds(plans: tuple[Planned, ...]) -> Mapping[str, list[float]]:
-    return {
+    """By what they are spent on, as far as any plan spends any."""
+    spent = {
         "matmuls": [one.seconds.compute for one in plans],
         "collectives waited for": [one.seconds.waited for one in plans],
         "collectives that stick out": [one.seconds.exposed for one in plans],
@@ -92,3 +93,4 @@ def _seconds(plans: tuple[Planned, ...]) -> Mapping[str, list[float]]:
         "transfers to and from host": [one.seconds.bus for one in plans],
         "updates of layers in a file": [one.seconds.disk for one in plans],
     }
+    return {name: each for name, each in spent.items() if any(each)}

@@ -8,10 +8,15 @@ from colossax.pipeline import Costs, Kind, schedule
 from colossax.pipeline.timeline import free_spans, lockstep_spans
 from colossax.planner.searching.island_layouts import IslandPrediction
 from colossax.planner.searching.planned import Planned
+from colossax.planner.searching.seconds import Seconds
 
 COMPUTE, EXPOSED, WAITED = "compute", "sticks out of compute", "waited for"
 BESIDE, UPDATES, HOST = "beside compute", "updates and sums", "host memory waited for"
+FILE = "updates in a file"
 FORWARD, BACKWARD = "forward", "backward"
+
+_LAST = UPDATES, HOST, FILE
+"""Of a step, behind its microbatches."""
 
 _KINDS = {Kind.FORWARD: FORWARD}
 _FORWARD_SHARE = 1 / 3
@@ -74,18 +79,26 @@ def _of_microbatches(one: Planned) -> TimeLine:
         for kind, total in parts.items():
             bars.append(Bar(row=0, start=at, seconds=total / count, kind=kind))
             at += total / count
-    ends = seconds.memory + seconds.fixed
-    bars.append(Bar(row=0, start=at, seconds=ends, kind=UPDATES))
-    bars.append(Bar(row=0, start=at + ends, seconds=seconds.bus, kind=HOST))
+    bars += _ends(seconds, 0, at)
     times = f"{count} microbatch{'es' if count > 1 else ''}"
     bars = [bar for bar in bars if bar.seconds > 0]
     there = {bar.kind for bar in bars}
     return TimeLine(
         rows=("device", "links") if BESIDE in there else ("device",),
         bars=tuple(bars),
-        kinds=tuple(k for k in (COMPUTE, EXPOSED, WAITED, BESIDE, UPDATES, HOST) if k in there),
+        kinds=tuple(k for k in (*parts, BESIDE, *_LAST) if k in there),
         note=f"{times}; collectives of each are drawn behind its compute",
     )
+
+
+def _ends(seconds: Seconds, row: int, start: float) -> list[Bar]:
+    """What comes after all microbatches, or is drawn there."""
+    bars, at = [], start
+    lasting = seconds.memory + seconds.fixed, seconds.bus, seconds.disk
+    for kind, each in zip(_LAST, lasting, strict=True):
+        bars.append(Bar(row=row, start=at, seconds=each, kind=kind))
+        at += each
+    return bars
 
 
 def _of_stages(one: Planned) -> TimeLine:
@@ -100,8 +113,7 @@ def _of_stages(one: Planned) -> TimeLine:
     forward = tuple(one * _FORWARD_SHARE for one in each)
     costs = Costs(forward=forward, input=rest, weight=rest, transfer=hop)
     spans = (lockstep_spans if form == "lockstep" else free_spans)(table, costs)
-    ends = one.seconds.memory + one.seconds.fixed
-    length = one.seconds.total - ends
+    length = one.seconds.total - sum(bar.seconds for bar in _ends(one.seconds, 0, 0.0))
     scale = length / max(span.end for span in spans)
     bars = [
         Bar(
@@ -112,11 +124,13 @@ def _of_stages(one: Planned) -> TimeLine:
         )
         for span in spans
     ]
-    bars += [Bar(row=at, start=length, seconds=ends, kind=UPDATES) for at in range(stages)]
+    bars += [bar for at in range(stages) for bar in _ends(one.seconds, at, length)]
+    bars = [bar for bar in bars if bar.seconds > 0]
+    there = {bar.kind for bar in bars}
     return TimeLine(
         rows=tuple(f"stage {at}" for at in range(stages)),
-        bars=tuple(bar for bar in bars if bar.seconds > 0),
-        kinds=(FORWARD, BACKWARD, UPDATES),
+        bars=tuple(bars),
+        kinds=tuple(k for k in (FORWARD, BACKWARD, *_LAST) if k in there),
         note=(
             f"{predicted.microbatches} microbatches; white: the bubble; collectives are in the"
             " slots, a third of which is taken for forward"
