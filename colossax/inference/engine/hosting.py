@@ -81,8 +81,8 @@ class HostPages:
         programs: dict[str, Any] = {"out": self._out, "back": self._back} if self._places else {}
         return {name: jitted._cache_size() for name, jitted in programs.items()}
 
-    def warm(self, state: EngineState) -> EngineState:
-        """Compile both directions by copies of nothing; `state` is given up."""
+    def warm(self, state: Any) -> Any:
+        """Compile both directions by copies of nothing; `state`, see `moved`, is given up."""
         if not self._places:
             return state
         held, tree = jax.tree.flatten((state.cache, state.drafter))
@@ -90,11 +90,12 @@ class HostPages:
         held = self._back(held, pages, self._numbers([], self._rows))
         return _with(state, jax.tree.unflatten(tree, held))
 
-    def moved(self, state: EngineState, plan: StepPlan) -> EngineState:
+    def moved(self, state: Any, plan: StepPlan) -> Any:
         """The state with what a plan asks for: copies that go out, and then those that come back.
 
         Args:
-            state: Given up; what steps on their way write is copied.
+            state: An `EngineState`, which is given up; what steps on their way write is copied.
+                That of stages, which have no pages here, is given back.
             plan: The step that is to follow.
         """
         if not plan.out and not plan.back:
