@@ -9,8 +9,8 @@ found on a mesh that splits them likewise.
 import functools
 import heapq
 import math
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,6 +25,7 @@ from colossax.planner.searching.parts import Parts, abstract
 from colossax.planner.searching.predicting import LeastSent, least_seconds, least_sent
 from colossax.planner.searching.seconds import Rates, with_sends
 from colossax.planner.searching.stages import Stages
+from colossax.planner.searching.terms import OfTokens, OfWeights, Terms, columns_of
 from colossax.planner.searching.touched import touched_by_microbatch, updated_bytes
 
 _TOKENS = (MeshAxis.DATA, MeshAxis.FSDP, MeshAxis.EXPERT)
@@ -66,35 +67,34 @@ class _Every(NamedTuple):
     slots: np.ndarray
 
 
-class _OfTokens(NamedTuple):
-    """Seconds of what is sent for the tokens of a step.
+class _Sizes(NamedTuple):
+    """A mesh.
 
     Attributes:
-        turns: Of all tokens going through the layers of a stage once: what compute waits for, and
-            what it can hide.
-        calls: Likewise of the hops of a microbatch.
-        passed: Of all tokens handed on once, and their gradients.
-        ends: Of what stands beside layers.
+        mesh: Devices by axis.
+        rows: Of a global batch, on each group of devices that share rows.
+        links: By axis the slowest in a ring along it.
     """
 
-    turns: tuple[float, float]
-    calls: tuple[float, float]
-    passed: float
-    ends: float
+    mesh: Mapping[str, int]
+    rows: int
+    links: Mapping[str, Link]
 
 
-class _OfWeights(NamedTuple):
-    """Seconds of what is sent for weights.
+class AtLeast(NamedTuple):
+    """A way to run, and what it needs at least.
 
     Attributes:
-        gathers: Of all of a stage once.
-        sums: Of their gradients once.
-        states: Of new parameters.
+        seconds: With the number of microbatches that is best for it.
+        mesh: Devices by axis.
+        way: Of having it.
+        each: Seconds with each number of microbatches, the fewest first.
     """
 
-    gathers: float
-    sums: float
-    states: float
+    seconds: float
+    mesh: dict[str, int]
+    way: Way
+    each: np.ndarray
 
 
 class Bounds:
@@ -162,45 +162,66 @@ class Bounds:
                 self._gradients += learns * self._adds * numbers
                 self._layers += numbers * (len(info.shape) > 2)
         self._working = working_of(profile, np.dtype(plan.precision.compute).itemsize)
-        self._room, self._node = room, target.gpus
+        self._room, self._node, self._size = room, target.gpus, target.size
         self._policies, self._ends = least_seconds(profile, target, rates)
 
-    def ordered(self, pinned: Mapping[str, int]) -> list[tuple[float, dict[str, int], Way]]:
+    def ordered(self, pinned: Mapping[str, int]) -> list[AtLeast]:
         """All ways with seconds that they need at least, the fewest first."""
-        every: list[tuple[float, dict[str, int], Way]] = []
+        alike: dict[tuple[int, int, int], list[tuple[dict[str, int], Way, Terms]]] = {}
         for mesh in meshes(self._target, self._limits, pinned):
-            tokens: dict[Form | None, _OfTokens] = {}
+            tokens: dict[Form | None, OfTokens] = {}
+            sizes = self._sizes(mesh)
             for way in ruled(self._plan, mesh, self._limits, pinned, self._forms):
                 if way.form not in tokens:
-                    tokens[way.form] = self._tokens(mesh, way)
-                every.append((self._of(mesh, way, tokens[way.form]), mesh, way))
-        return sorted(every, key=lambda one: one[0])
+                    tokens[way.form] = self._tokens(sizes, way)
+                some = alike.setdefault((mesh[MeshAxis.STAGE], way.chunks, sizes.rows), [])
+                some.append((mesh, way, self._terms(sizes, way, tokens[way.form])))
+        every: list[AtLeast] = []
+        for (stages, chunks, rows), some in alike.items():
+            found = self._of(_every(Stages(count=stages, chunks=chunks), rows), rows, some)
+            least = found.min(axis=1)
+            every += [
+                AtLeast(float(seconds), mesh, way, each)
+                for (mesh, way, _), seconds, each in zip(some, least, found, strict=True)
+            ]
+        return sorted(every, key=lambda one: one.seconds)
 
-    def _of(self, mesh: Mapping[str, int], way: Way, tokens: _OfTokens) -> float:
-        """With the number of microbatches that is best for it, of those whose layers' inputs fit;
-        infinite where none do."""
-        rows, room = self._rows(mesh), self._left(mesh, way)
-        inner = mesh[MeshAxis.RING] * mesh[MeshAxis.ULYSSES] * mesh[MeshAxis.TENSOR]
-        each = _every(Stages(count=mesh[MeshAxis.STAGE], chunks=way.chunks), rows)
-        held = rows / each.count / inner
-        layers = self._least((room - held * self._working) / each.slots / held)
-        weights, (updates, sums) = self._weights(mesh, way), self._touched(mesh, way)
-        runs, several = each.turns * each.count, each.count > 1
-        (of_layers, beside), (calls, calls_beside) = tokens.turns, tokens.calls
-        waited = of_layers + calls * each.count + way.chunks * tokens.passed
-        waited = each.turns * waited + tokens.ends + weights.states
-        waited += way.once * several * weights.sums
-        beside = each.turns * (beside + calls_beside * each.count)
-        beside += weights.gathers * (1.0 if way.whole else 2 * runs)
-        beside += weights.sums * (1.0 - several if way.once else runs)
-        compute = each.turns * layers + self._ends
+    def _terms(self, sizes: _Sizes, way: Way, tokens: OfTokens) -> Terms:
+        mesh = sizes.mesh
+        updates, adds = self._touched(mesh, way)
+        return Terms(
+            tokens=tokens,
+            weights=self._weights(sizes, way),
+            chunks=way.chunks,
+            whole=way.whole,
+            once=way.once,
+            left=self._left(mesh, way),
+            inner=mesh[MeshAxis.RING] * mesh[MeshAxis.ULYSSES] * mesh[MeshAxis.TENSOR],
+            updates=updates,
+            adds=adds,
+        )
+
+    def _of(self, every: _Every, rows: int, some: Sequence[Any]) -> np.ndarray:
+        """Seconds of ways with as many stages, chunks and rows, `[way, number of microbatches]`;
+        infinite where not even the layers' inputs fit."""
+        one = columns_of([terms for _, _, terms in some])
+        tokens, weights, turns, count = one.tokens, one.weights, every.turns, every.count
+        held = rows / count / one.inner
+        layers = self._least((one.left - held * self._working) / every.slots / held)
+        runs, several = turns * count, count > 1
+        waited = turns * (tokens.waits + tokens.calls * count + one.chunks * tokens.passed)
+        waited = waited + tokens.ends + weights.states + one.once * several * weights.sums
+        beside = turns * (tokens.beside + tokens.calls_beside * count)
+        beside = beside + weights.gathers * np.where(one.whole, 1.0, 2 * runs)
+        beside = beside + weights.sums * np.where(one.once, 1.0 - several, runs)
+        compute = turns * layers + self._ends
         sent = with_sends(compute, waited, beside, self._rates.hiding, self._rates.slowing)
-        return float(np.min(sent + updates + several * each.count * sums))
+        return sent + one.updates + several * count * one.adds
 
     def _left(self, mesh: Mapping[str, int], way: Way) -> float:
         """Bytes of a device beside parameters, optimizer state and layers' gradients, split as far
         as may be."""
-        data, size, others = mesh[MeshAxis.DATA], self._target.size, self._moments + self._gradients
+        data, size, others = mesh[MeshAxis.DATA], self._size, self._moments + self._gradients
         apart = self._apart(mesh)
         if way.stored:
             own = (self._parameters + others) * data / size
@@ -217,7 +238,7 @@ class Bounds:
 
     def _touched(self, mesh: Mapping[str, int], way: Way) -> tuple[float, float]:
         """Seconds of updates, and of adding up a microbatch's gradients; see `touched`."""
-        own = (mesh[MeshAxis.DATA] if way.stored else 1) / self._target.size
+        own = (mesh[MeshAxis.DATA] if way.stored else 1) / self._size
         summed = 1 / self._apart(mesh) if way.once else own
         each = touched_by_microbatch(summed * self._gradients, 2)
         return own * self._updated / self._rates.memory, each / self._rates.memory
@@ -230,25 +251,26 @@ class Bounds:
         kept, seconds = zip(*self._policies, strict=True)
         return np.interp(room, kept, seconds, left=math.inf)
 
-    def _tokens(self, mesh: Mapping[str, int], way: Way) -> _OfTokens:
+    def _tokens(self, sizes: _Sizes, way: Way) -> OfTokens:
         """What is sent for a step's tokens, which depends on no more of a way than its form."""
+        mesh, links = sizes.mesh, sizes.links
         along, t = mesh[MeshAxis.RING] * mesh[MeshAxis.ULYSSES], mesh[MeshAxis.TENSOR]
-        tokens, count = self._rows(mesh) * self._profile.tokens / along, mesh[MeshAxis.STAGE]
+        tokens, count = sizes.rows * self._profile.tokens / along, mesh[MeshAxis.STAGE]
         turns, calls, passed, ends = [0.0, 0.0], [0.0, 0.0], 0.0, 0.0
         for (axis, hidden), (sent, hops) in self._layers_sent(mesh, way).items():
-            link = self._link(mesh, MeshAxis(axis))
+            link = links[axis]
             turns[hidden] += tokens / count * sent / link.bytes_per_s
             calls[hidden] += hops / count * link.latency_s
         held = tokens / t * self._profile.width * self._wide
         if t > 1 and self._profile.kinds:
             sent = (5 + 2 / count) * (t - 1) * held
-            ends += sent / self._link(mesh, MeshAxis.TENSOR).bytes_per_s
+            ends += sent / links[MeshAxis.TENSOR].bytes_per_s
         if count > 1:
-            link = self._link(mesh, MeshAxis.STAGE)
+            link = links[MeshAxis.STAGE]
             passed = 2 * held / link.bytes_per_s
             both = (count - 1) / count * (1 + 2 * t) if self._profile.vocab else 0.0
             ends += (2 + both) * held / link.bytes_per_s
-        return _OfTokens((turns[0], turns[1]), (calls[0], calls[1]), passed, ends)
+        return OfTokens(turns[0], turns[1], calls[0], calls[1], passed, ends)
 
     def _layers_sent(self, mesh: Mapping[str, int], way: Way) -> LeastSent:
         """Of meshes that split tokens' matmuls alike, with one form for experts, found on the
@@ -257,14 +279,15 @@ class Bounds:
         key = (form, *(mesh[axis] for axis in _WITHIN))
         if key not in self._sent:
             try:
-                parts = Parts(abstract(way.plan(), self._target.size))
+                parts = Parts(abstract(way.plan(), self._size))
                 self._sent[key] = least_sent(self._profile, parts)
             except PlanError:
                 self._sent[key] = {}
         return self._sent[key]
 
-    def _weights(self, mesh: Mapping[str, int], way: Way) -> _OfWeights:
+    def _weights(self, sizes: _Sizes, way: Way) -> OfWeights:
         """Of gathers of weights and sums of gradients; of new parameters."""
+        mesh, links = sizes.mesh, sizes.links
         data, fsdp, expert = (mesh[axis] for axis in _TOKENS)
         along = mesh[MeshAxis.RING] * mesh[MeshAxis.ULYSSES]
         inner = mesh[MeshAxis.TENSOR] * mesh[MeshAxis.STAGE]
@@ -274,32 +297,32 @@ class Bounds:
         times = self._collectives / mesh[MeshAxis.STAGE]
         if not way.stored:
             axis = MeshAxis.DATA if data > 1 else MeshAxis.FSDP
-            link, ways = self._link(mesh, axis), data * fsdp * expert
+            link, ways = links[axis], data * fsdp * expert
             one = (1 - 1 / ways) / link.bytes_per_s
             theirs = (1 - 1 / (data * fsdp)) / link.bytes_per_s
             sent = one * numbers + theirs * experts
             wide = self._adds if way.once else self._summed
             sums = wide * sent + (ways - 1) * times * link.latency_s
-            return _OfWeights(0.0, sums, self._at_rest * sent)
+            return OfWeights(0.0, sums, self._at_rest * sent)
         ways = fsdp * expert
         if self._embed % (ways * along) == 0:
             ways *= along  # devices that share a sequence share storage too
         own = (1 - 1 / ways) * numbers + (1 - 1 / fsdp) * experts
-        link = self._link(mesh, MeshAxis.FSDP if fsdp * expert > 1 else MeshAxis.RING)
+        link = links[MeshAxis.FSDP if fsdp * expert > 1 else MeshAxis.RING]
         hops = (ways - 1) * times * link.latency_s
         gathers, sums = (wide * own / link.bytes_per_s for wide in (self._wide, self._summed))
         if data > 1:
             held = self._summed * (numbers / fsdp / expert / along + experts / fsdp)
-            sums += 2 * (1 - 1 / data) * held / self._link(mesh, MeshAxis.DATA).bytes_per_s
-        return _OfWeights(gathers + hops, sums + hops, 0.0)
+            sums += 2 * (1 - 1 / data) * held / links[MeshAxis.DATA].bytes_per_s
+        return OfWeights(gathers + hops, sums + hops, 0.0)
 
-    def _link(self, mesh: Mapping[str, int], axis: MeshAxis) -> Link:
-        """The slowest in a ring along an axis."""
-        span = math.prod(mesh[inner] for inner in AXES[AXES.index(axis) :])
-        return self._within if self._node % span == 0 else self._between
-
-    def _rows(self, mesh: Mapping[str, int]) -> int:
-        return self._profile.rows // math.prod(mesh[axis] for axis in _TOKENS)
+    def _sizes(self, mesh: Mapping[str, int]) -> _Sizes:
+        links, span = dict[str, Link](), 1
+        for axis in reversed(AXES):
+            span *= mesh[axis]
+            links[axis] = self._within if self._node % span == 0 else self._between
+        rows = self._profile.rows // math.prod(mesh[axis] for axis in _TOKENS)
+        return _Sizes(mesh, rows, links)
 
 
 @functools.cache

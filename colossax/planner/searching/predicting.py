@@ -10,6 +10,7 @@ from colossax.planner.profiling import LayerKind, ModelProfile
 from colossax.planner.searching.memory import Bytes, Stored, bytes_of, kept_bytes, stored
 from colossax.planner.searching.parts import Choices, Parts, abstract
 from colossax.planner.searching.seconds import (
+    Costs,
     Rates,
     Seconds,
     collectives_seconds,
@@ -109,6 +110,7 @@ class OnMesh:
         self._flops = [self._of_maps(kind) for kind in profile.kinds]
         self._compute: dict[tuple[int, frozenset[str]], float] = {}
         self._waited: dict[tuple[int, frozenset[str]], float] = {}
+        self._costs: Costs = {}
 
     def tokens(self, rows: int) -> Tokens:
         """Of a microbatch of so many rows of each device."""
@@ -244,7 +246,7 @@ class OnMesh:
         return by_microbatch, tuple(once)
 
     def _seconds(self, sent: Sequence[Sent]) -> tuple[float, float]:
-        return collectives_seconds(self.target, self.parts, sent, self.rates)
+        return collectives_seconds(self.target, self.parts, sent, self.rates, self._costs)
 
     def _memory(self, microbatches: int) -> float:
         each = touched_by_microbatch(self.stored.gradients, microbatches)

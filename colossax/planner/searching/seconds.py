@@ -187,14 +187,24 @@ def link_for(kind: str, along: Link, rates: Rates) -> Link:
     return rates.within.get(kind, link) if link is rates.node else link
 
 
+Costs = dict[tuple[str, tuple[str, ...]], tuple[float, float]]
+"""By kind and axes of a collective: seconds of its hops, and bytes a second."""
+
+
 def collectives_seconds(
-    target: Target, parts: Parts, sent: Sequence[Sent], rates: Rates
+    target: Target, parts: Parts, sent: Sequence[Sent], rates: Rates, known: Costs | None = None
 ) -> tuple[float, float]:
-    """Seconds that are waited for, and that compute may hide."""
-    found = [0.0, 0.0]
+    """Seconds that are waited for, and that compute may hide; `known`, of the same mesh and rates,
+    is added to."""
+    found, known = [0.0, 0.0], {} if known is None else known
     for one in sent:
-        link = link_of(one, target, parts, rates)
-        found[one.hidden] += hops_of(one, parts) * link.latency_s + one.bytes / link.bytes_per_s
+        key = one.kind, one.axes
+        if key not in known:
+            link = link_of(one, target, parts, rates)
+            latency = hops(one.kind, parts.size(one.axes)) * link.latency_s
+            known[key] = latency, link.bytes_per_s
+        latency, bytes_per_s = known[key]
+        found[one.hidden] += one.times * latency + one.bytes / bytes_per_s
     return found[0], found[1]
 
 
