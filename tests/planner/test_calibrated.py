@@ -162,7 +162,7 @@ def test_bounds_hold_with_them(profile):
     every = search(profile, PLAN, NODE, room=1e9, rates=rates, asked=asked).candidates
     known = {one.label: one.predicted.seconds.total for one in every}
     checked = 0
-    for at_least, mesh, way, _ in Bounds(profile, PLAN, NODE, rates).ordered(asked.pinned):
+    for at_least, mesh, way in Bounds(profile, PLAN, NODE, rates).ordered(asked.pinned):
         label = " ".join([*(f"{axis}={n}" for axis, n in mesh.items() if n > 1), way.words])
         if label in known:
             checked += 1

@@ -242,7 +242,7 @@ def test_no_plan_is_faster_than_its_bound(name):
     every = search(profile, PLAN, TWO, room=8e9, rates=rates, count=10**9).candidates
     known = {one.label: one.predicted.seconds.total for one in every}
     bounds, checked, close = Bounds(profile, PLAN, TWO, rates, 8e9), 0, 0.0
-    for at_least, mesh, way, _ in bounds.ordered({}):
+    for at_least, mesh, way in bounds.ordered({}):
         label = " ".join([*(f"{axis}={n}" for axis, n in mesh.items() if n > 1), way.words])
         if label in known:
             checked += 1

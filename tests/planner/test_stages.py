@@ -93,7 +93,7 @@ def test_what_is_not_scored_could_not_be_among_the_fastest(llama, name, rows, ta
     # Every bound holds, not those alone on which this depends.
     bounds, checked = Bounds(profile, config.plan, target, rates_of(target, config.plan), room), 0
     known = {one.label: one.predicted.seconds.total for one in every.candidates}
-    for at_least, mesh, way, _ in bounds.ordered({}):
+    for at_least, mesh, way in bounds.ordered({}):
         label = " ".join([*(f"{axis}={n}" for axis, n in mesh.items() if n > 1), way.words])
         if label in known:
             checked += 1

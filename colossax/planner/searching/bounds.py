@@ -10,7 +10,7 @@ import functools
 import heapq
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -81,22 +81,6 @@ class _Sizes(NamedTuple):
     links: Mapping[str, Link]
 
 
-class AtLeast(NamedTuple):
-    """A way to run, and what it needs at least.
-
-    Attributes:
-        seconds: With the number of microbatches that is best for it.
-        mesh: Devices by axis.
-        way: Of having it.
-        each: Seconds with each number of microbatches, the fewest first.
-    """
-
-    seconds: float
-    mesh: dict[str, int]
-    way: Way
-    each: np.ndarray
-
-
 class Bounds:
     """Of a model on a target."""
 
@@ -165,7 +149,7 @@ class Bounds:
         self._room, self._node, self._size = room, target.gpus, target.size
         self._policies, self._ends = least_seconds(profile, target, rates)
 
-    def ordered(self, pinned: Mapping[str, int]) -> list[AtLeast]:
+    def ordered(self, pinned: Mapping[str, int]) -> list[tuple[float, dict[str, int], Way]]:
         """All ways with seconds that they need at least, the fewest first."""
         alike: dict[tuple[int, int, int], list[tuple[dict[str, int], Way, Terms]]] = {}
         for mesh in meshes(self._target, self._limits, pinned):
@@ -176,15 +160,15 @@ class Bounds:
                     tokens[way.form] = self._tokens(sizes, way)
                 some = alike.setdefault((mesh[MeshAxis.STAGE], way.chunks, sizes.rows), [])
                 some.append((mesh, way, self._terms(sizes, way, tokens[way.form])))
-        every: list[AtLeast] = []
+        every: list[tuple[float, dict[str, int], Way]] = []
         for (stages, chunks, rows), some in alike.items():
-            found = self._of(_every(Stages(count=stages, chunks=chunks), rows), rows, some)
-            least = found.min(axis=1)
+            each = _every(Stages(count=stages, chunks=chunks), rows)
+            found = self._of(each, rows, [terms for _, _, terms in some])
             every += [
-                AtLeast(float(seconds), mesh, way, each)
-                for (mesh, way, _), seconds, each in zip(some, least, found, strict=True)
+                (float(seconds), mesh, way)
+                for seconds, (mesh, way, _) in zip(found, some, strict=True)
             ]
-        return sorted(every, key=lambda one: one.seconds)
+        return sorted(every, key=lambda one: one[0])
 
     def _terms(self, sizes: _Sizes, way: Way, tokens: OfTokens) -> Terms:
         mesh = sizes.mesh
@@ -201,13 +185,13 @@ class Bounds:
             adds=adds,
         )
 
-    def _of(self, every: _Every, rows: int, some: Sequence[Any]) -> np.ndarray:
-        """Seconds of ways with as many stages, chunks and rows, `[way, number of microbatches]`;
-        infinite where not even the layers' inputs fit."""
-        one = columns_of([terms for _, _, terms in some])
-        tokens, weights, turns, count = one.tokens, one.weights, every.turns, every.count
+    def _of(self, each: _Every, rows: int, some: Sequence[Terms]) -> np.ndarray:
+        """Of ways with as many stages, chunks and rows: with the number of microbatches that is
+        best for it, of those whose layers' inputs fit; infinite where none do."""
+        one = columns_of(some)  # and numbers of microbatches in a row
+        tokens, weights, turns, count = one.tokens, one.weights, each.turns, each.count
         held = rows / count / one.inner
-        layers = self._least((one.left - held * self._working) / every.slots / held)
+        layers = self._least((one.left - held * self._working) / each.slots / held)
         runs, several = turns * count, count > 1
         waited = turns * (tokens.waits + tokens.calls * count + one.chunks * tokens.passed)
         waited = waited + tokens.ends + weights.states + one.once * several * weights.sums
@@ -216,7 +200,7 @@ class Bounds:
         beside = beside + weights.sums * np.where(one.once, 1.0 - several, runs)
         compute = turns * layers + self._ends
         sent = with_sends(compute, waited, beside, self._rates.hiding, self._rates.slowing)
-        return sent + one.updates + several * count * one.adds
+        return np.min(sent + one.updates + several * count * one.adds, axis=1)
 
     def _left(self, mesh: Mapping[str, int], way: Way) -> float:
         """Bytes of a device beside parameters, optimizer state and layers' gradients, split as far

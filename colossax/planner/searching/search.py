@@ -121,7 +121,7 @@ def search(
     # What layers keep need not fit a device where it may live elsewhere.
     bounds = Bounds(profile, plan, target, rates, room if host is None else math.inf)
     fastest = Fastest(count)
-    for at_least, _, way, _ in bounds.ordered(asked.pinned):
+    for at_least, _, way in bounds.ordered(asked.pinned):
         if at_least > fastest.slowest:
             break
         ruled_plan = way.plan()
