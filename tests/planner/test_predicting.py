@@ -40,6 +40,7 @@ def test_layers_keep_those_names_that_they_give():
     assert predicted("full").bytes.kept < predicted("none").bytes.kept
 
 
+@pytest.mark.catches("links-of-another-axis")
 @pytest.mark.parametrize(
     ("name", "mesh", "rules"),
     [
