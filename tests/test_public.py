@@ -67,12 +67,12 @@ NAMES = {
         "ulysses_local zigzag_order"
     ),
     "colossax.offload": (
-        "DEVICE_SHARE Demand GB Kind PipelinedTest Rates Residency Setting Update UpdateRate "
-        "build_stack cpu_device cpu_share "
-        "device_budget device_memory fetch gb_down gb_up "
-        "hiding_tokens host_budget host_shares kept_token_share load_rates measure_rates new_stack "
-        "on_host place rates_path resolved_segments save_rates "
-        "segment_counts stage_segments store to_device update_seconds working_set_bytes"
+        "DEVICE_SHARE Demand GB Kind PipelinedTest Rates Residency Setting Traffic Update "
+        "UpdateRate Way build_stack cpu_device cpu_share device_budget device_memory fetch "
+        "gb_down gb_up hiding_tokens host_budget host_shares kept_token_share load_rates "
+        "measure_rates new_stack on_host place rates_path resolved_segments save_rates "
+        "segment_counts stage_segments store to_device update_seconds waited_bytes "
+        "working_set_bytes"
     ),
     "colossax.layerwise": (
         "Chain CutLoss CutRun Layer LayerRun LayerState Link Maximum Residual Scanned "

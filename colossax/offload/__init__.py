@@ -9,6 +9,9 @@ from .budget import gb_up as gb_up
 from .budget import host_shares as host_shares
 from .budget import place as place
 from .budget import working_set_bytes as working_set_bytes
+from .bus import Traffic as Traffic
+from .bus import Way as Way
+from .bus import waited_bytes as waited_bytes
 from .limits import DEVICE_SHARE as DEVICE_SHARE
 from .limits import Agree as Agree
 from .limits import device_budget as device_budget

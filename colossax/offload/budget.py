@@ -1,12 +1,14 @@
 """How many layers stay on the device: arithmetic on bytes, nothing is compiled or allocated."""
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from colossax.errors import PlanError
+from colossax.offload.bus import Traffic, waited_bytes
 
 GB = 10**9
 HOST_RESERVE_BYTES = 16 * 2**30
@@ -23,12 +25,12 @@ class Kind:
     Attributes:
         name: One of `HOST_KINDS`.
         layer_bytes: Memory it takes, where it lives.
-        layer_traffic: Bytes that cross the bus in a step while it lives in host memory.
+        layer_traffic: Of a step while it lives in host memory.
     """
 
     name: str
     layer_bytes: int
-    layer_traffic: int
+    layer_traffic: Traffic
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,13 +57,13 @@ class Demand:
     def placed(self, resident: Mapping[str, int]) -> "Residency":
         """What is needed with so many layers of each kind on the device."""
         moved = sum(kind.layer_bytes * resident[kind.name] for kind in self.kinds)
-        saved = sum(kind.layer_traffic * resident[kind.name] for kind in self.kinds)
+        away = (kind.layer_traffic.times(self.layers - resident[kind.name]) for kind in self.kinds)
         return Residency(
             layers=self.layers,
             resident=dict(resident),
             device_bytes=self.device_bytes + moved,
             host_bytes=self.host_bytes - moved,
-            saved_traffic=saved,
+            traffic=functools.reduce(Traffic.plus, away, Traffic()),
         )
 
 
@@ -74,14 +76,19 @@ class Residency:
         resident: Of them on the device, by kind.
         device_bytes: Expected of a device.
         host_bytes: Expected of the host, per device.
-        saved_traffic: Bytes that no longer cross the bus in a step.
+        traffic: Of a step, of the others.
     """
 
     layers: int
     resident: Mapping[str, int]
     device_bytes: int
     host_bytes: int
-    saved_traffic: int
+    traffic: Traffic
+
+    @property
+    def waited_bytes(self) -> float:
+        """Of the traffic, what a step waits for."""
+        return float(waited_bytes(self.traffic))
 
     @property
     def shares(self) -> dict[str, float]:
@@ -95,12 +102,14 @@ def host_shares(resident: Mapping[str, int], layers: int) -> dict[str, float]:
 
 
 def place(demand: Demand, *, device_bytes: int, host_bytes: int) -> Residency:
-    """The layers that stay on the device: what saves most traffic within both budgets.
+    """The layers that stay on the device: of all choices within both budgets, what leaves least
+    traffic to wait for, by the rule that searches for plans use (`waited_bytes`).
 
-    Bytes go where they save most: parameters are fetched twice and stored once, all else moves
-    twice, so parameters come first, then whole layers' states, then activations (Elixir weighs
-    chunks that stay against chunks that move alike). What is left of the budget below a layer of
-    one kind goes to the next kind.
+    Bytes go where they save most: parameters are fetched in every pass, the optimizer's state with
+    nothing beside it, and half of activations beside matmuls; so parameters come first, then whole
+    layers' states, then activations (Elixir weighs chunks that stay against chunks that move
+    alike). What is left of the budget below a layer of one kind goes to the next kind. Of choices
+    that wait alike, the one that moves least is taken, then the smallest.
 
     Args:
         demand: What the step needs.
@@ -122,7 +131,7 @@ def place(demand: Demand, *, device_bytes: int, host_bytes: int) -> Residency:
     fitting = list(_fullest(demand, device_bytes))
     within = [p for p in fitting if p.host_bytes <= host_bytes]
     if within:
-        return max(within, key=lambda p: (p.saved_traffic, -p.device_bytes))
+        return min(within, key=lambda p: (p.waited_bytes, p.traffic.total, p.device_bytes))
     least = min(p.host_bytes for p in fitting)
     most = max(kind.layer_bytes for kind in demand.kinds)
     enough = demand.device_bytes + demand.host_bytes - host_bytes + most

@@ -7,22 +7,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from colossax.errors import PlanError
-from colossax.offload import (
-    GB,
-    Demand,
-    Kind,
-    place,
-    working_set_bytes,
-)
+from colossax.offload import GB, Demand, Kind, Traffic, Way, place, waited_bytes, working_set_bytes
 from colossax.offload.budget import check_host_bytes, default_host_bytes, free_host_bytes
 
 GIB = 2**30
 
 
-def demand(layers=4, device=100, host=None, sizes=(40, 80, 7), traffic=(160, 160, 14)):
+MOVED = ((80, 40), (0, 40)), ((0, 80), (0, 80)), ((7, 0), (7, 0))
+"""Of a layer's parameters that two passes fetch, and an update; of its state; of what it keeps."""
+
+
+def demand(layers=4, device=100, host=None, sizes=(40, 80, 7), traffic=MOVED):
     """What a step needs, `host` all that its layers have unless given."""
     kinds = tuple(
-        Kind(name=name, layer_bytes=size, layer_traffic=moved)
+        Kind(name=name, layer_bytes=size, layer_traffic=Traffic(*map(Way._make, moved)))
         for name, size, moved in zip(
             ("parameters", "optimizer", "activations"), sizes, traffic, strict=True
         )
@@ -48,12 +46,12 @@ CASES = st.tuples(
     st.integers(0, 50),
     st.none(),
     st.tuples(st.integers(1, 30), st.integers(1, 60), st.integers(0, 10)),
-    st.tuples(st.integers(0, 90), st.integers(0, 90), st.integers(0, 40)),
+    st.tuples(*(st.tuples(*2 * [st.tuples(*2 * [st.integers(0, most)])]) for most in (45, 45, 20))),
 )
 
 
 @given(CASES, st.integers(0, 500), st.integers(0, 500))
-def test_nothing_else_within_both_budgets_saves_more(case, device_bytes, host_bytes):
+def test_nothing_else_within_both_budgets_waits_less(case, device_bytes, host_bytes):
     need = demand(*case)
     room = list(every_residency(need, device_bytes))
     fitting = [placed for placed in room if placed.host_bytes <= host_bytes]
@@ -63,7 +61,27 @@ def test_nothing_else_within_both_budgets_saves_more(case, device_bytes, host_by
         return
     found = place(need, device_bytes=device_bytes, host_bytes=host_bytes)
     assert found.device_bytes <= device_bytes and found.host_bytes <= host_bytes
-    assert found.saved_traffic == max(placed.saved_traffic for placed in fitting)
+    traffic = case[-1]
+    assert waits(found, traffic) == min(waits(placed, traffic) for placed in fitting)
+
+
+def waits(placed, traffic):
+    """What a step waits for, and all that it moves: updates whole, half of what passes move."""
+    away = [placed.layers - count for count in placed.resident.values()]
+    moved = [
+        [sum(n * kind[way][part] for n, kind in zip(away, traffic, strict=True)) for part in (0, 1)]
+        for way in (0, 1)
+    ]
+    return max(passes / 2 + end for passes, end in moved), sum(map(sum, moved))
+
+
+@pytest.mark.catches("faster-way")
+@pytest.mark.catches("updates-beside-matmuls")
+def test_a_step_waits_for_the_slower_way_and_hides_no_more_than_compute_lasts():
+    traffic = Traffic(Way(100, 10), Way(20, 70))
+    assert waited_bytes(traffic) == 80  # to the host: half of 20, and 70
+    assert waited_bytes(traffic, hides=15) == 100 + 10 - 15
+    assert waited_bytes(traffic, beside=(1.0, 0.0)) == 90
 
 
 @given(CASES, st.integers(0, 500), st.integers(1, 500))

@@ -20,8 +20,8 @@ from colossax.offload import (
 from colossax.planner.deciding.trial import Budget, StepBytes, Trial, with_shares
 from colossax.sharding import compiler_options
 
-FORMAT = 1
-"""Of what is kept in the cache folder."""
+FORMAT = 2
+"""Of what is kept in the cache folder; 2 since choices are by what a step waits for."""
 
 
 def fit_key(plan: Plan, trial: Trial, budget: Budget, target: Target | None) -> str:

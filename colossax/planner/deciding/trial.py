@@ -10,7 +10,7 @@ import jax
 from colossax.aot import Target, compile_program, device_bytes, host_bytes
 from colossax.config import HOST_KINDS, STATE_KINDS, Plan
 from colossax.layerwise import recording_kept
-from colossax.offload import Demand, Kind
+from colossax.offload import Demand, Kind, Traffic, Way
 from colossax.pallas.target import capabilities
 from colossax.pallas.target import target as pallas_target
 from colossax.sharding import compiler_options
@@ -97,26 +97,30 @@ class Trial:
         """Bytes of a device's arrays in host memory by kind, from their shapes."""
         return {**state_bytes(self.step, self.microbatches), "activations": self.kept_bytes}
 
-    def traffic(self) -> dict[str, int]:
-        """Bytes that cross the bus in a step by kind: parameters and what backward keeps in every
-        pass, forward or backward, the optimizer's state once each way, and gradients each time they
-        are added to."""
-        passes = 2 * self.microbatches + (self._clipping == "two_pass")
-        waits = self._clipping == "stack"
-        visits = passes + 1 + waits
+    def traffic(self) -> dict[str, Traffic]:
+        """Bytes that cross the bus in a step by kind: parameters in every pass, forward or
+        backward, and where an update waits for it; the optimizer's state and new parameters in the
+        update; gradients each time they are added to (each of several microbatches fetches their
+        sums and stores them, but for a last one that updates at once), and where an update waits;
+        what layers keep once each way, and where a pass is made again."""
+        count, again = self.microbatches, self._clipping == "two_pass"
+        waits, several = self._clipping == "stack", self.microbatches > 1
         state = host_bytes_of(self.step.abstract["opt_state"])
-        gradients = gradient_bytes(self.step, self.microbatches)
-        return {
-            "parameters": visits * host_bytes_of(self.step.abstract["params"]),
-            "optimizer": 2 * state + self._of_gradients(waits) * gradients,
-            "activations": passes * self.kept_bytes,
-        }
+        params = host_bytes_of(self.step.abstract["params"])
+        gradients, kept = gradient_bytes(self.step, count), self.kept_bytes
+        passes, fetched, stored = 2 * count + again, several * count, count - 1 + waits
 
-    def _of_gradients(self, waits: bool) -> int:
-        """How often they cross the bus: each of several microbatches fetches their sums and stores
-        them, but for a last one that updates at once; an update that waits fetches them."""
-        count = self.microbatches
-        return 2 if count == 1 else 2 * count + (1 if waits else -1)
+        def way(passes: int, update: int) -> Way:
+            return Way(passes, update) if waits else Way(passes + update)
+
+        return {
+            "parameters": Traffic(way(passes * params, waits * params), way(0, params)),
+            "optimizer": Traffic(
+                way(fetched * gradients, state + waits * gradients),
+                way(stored * gradients, state),
+            ),
+            "activations": Traffic(Way((count + again) * kept), Way(count * kept)),
+        }
 
     def demand(self, needs: StepBytes) -> Demand:
         """What is needed, of a trial with every layer in host memory."""
@@ -125,7 +129,7 @@ class Trial:
             Kind(
                 name=name,
                 layer_bytes=-(-arrays[name] // layers),
-                layer_traffic=traffic[name] // layers,
+                layer_traffic=traffic[name].times(1 / layers),
             )
             for name in placed_kinds(self.step.bound.plan)
         )

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from colossax.offload import Traffic, Way, waited_bytes
 from colossax.planner.searching.bounds import divisors
 from colossax.planner.searching.disk import LayersFile
 from colossax.planner.searching.host_layers import at_rest, gradient, moments, moves, updated
@@ -23,10 +24,6 @@ from colossax.planner.searching.policies import Policy
 from colossax.planner.searching.predicting import OnMesh, Policies, Prediction
 from colossax.planner.searching.scored import Placed, Scored
 from colossax.planner.searching.seconds import HIDING
-
-BESIDE = 0.5
-"""Of what forward and backward passes fetch and store, what has a matmul beside it in compiled
-programs; updates have none."""
 
 FETCHED, IN_FLIGHT = 1.34, 1.0
 """Of a layer's parameters in host memory, what its backward pass has on the device beside what it
@@ -192,14 +189,12 @@ class Tier:
     ):
         """Seconds of transfers that a step waits for, with so many of compute beside them."""
         rate = self._mesh.target.gpu.pcie_bytes_per_s
-        seconds = 0.0
-        there = parameters, optimizer, activations
-        for passes, end in self._traffic(*there, kept, count, in_file):
-            hidden = np.minimum(BESIDE * passes / rate, HIDING * beside)
-            seconds = np.maximum(seconds, (passes + end) / rate - hidden)
-        return seconds
+        traffic = self._traffic(parameters, optimizer, activations, kept, count, in_file)
+        return waited_bytes(traffic, HIDING * beside * rate) / rate
 
-    def _traffic(self, parameters, optimizer, activations, kept: float, count: int, in_file=0):
+    def _traffic(
+        self, parameters, optimizer, activations, kept: float, count: int, in_file=0
+    ) -> Traffic:
         """Bytes of a step's program to the device, and to the host: of passes, and of updates after
         them. Layers in a file are updated once it has ended."""
         waits, several, stack = self.waits, count > 1, self.gradients(count)
@@ -211,8 +206,8 @@ class Tier:
         end_up = waits * params + (self.optimizer + waits * stack) * left
         end_down = params + self.optimizer * left
         if waits:
-            return (up, end_up), (down, end_down)
-        return (up + end_up, 0.0), (down + end_down, 0.0)
+            return Traffic(Way(up, end_up), Way(down, end_down))
+        return Traffic(Way(up + end_up), Way(down + end_down))
 
     def predicted(
         self, rows: int, policies: Policies, vocab_chunks: int, placed: Placed

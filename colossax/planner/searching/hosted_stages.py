@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from colossax.config import HOST_KINDS
+from colossax.offload import Traffic, Way, waited_bytes
 from colossax.planner.searching.bounds import divisors
 from colossax.planner.searching.host_layers import at_rest, moments, moves, updated
 from colossax.planner.searching.memory import Bytes
@@ -125,24 +126,19 @@ class StagedTier:
         found = self.parameters * bool(placed.parameters) + self.optimizer * bool(placed.optimizer)
         return found + slots * kept * bool(placed.activations)
 
-    def traffic(
-        self, rows: int, kept: float, placed: Placed
-    ) -> tuple[tuple[float, float], tuple[float, float]]:
+    def traffic(self, rows: int, kept: float, placed: Placed) -> Traffic:
         """Bytes of a step to the device, and to the host: of runs, and of updates after them."""
         runs = self._mesh.stages.runs(self._mesh.rows // rows)
         params = self.parameters * bool(placed.parameters)
         keeps = runs * kept * bool(placed.activations)
         end = params + self.optimizer * bool(placed.optimizer)
-        return (2 * runs * params + keeps, end), (keeps, end)
+        return Traffic(Way(2 * runs * params + keeps, end), Way(keeps, end))
 
     def bus(self, rows: int, kept: float, placed: Placed, compute: float) -> float:
         """Seconds of transfers that a step waits for, with so many of compute beside them."""
-        rate, seconds = self._mesh.target.gpu.pcie_bytes_per_s, 0.0
-        ways = zip(self.traffic(rows, kept, placed), BESIDE, strict=True)
-        for (passes, end), beside in ways:
-            hidden = min(beside * passes / rate, HIDING * compute)
-            seconds = max(seconds, (passes + end) / rate - hidden)
-        return seconds
+        rate = self._mesh.target.gpu.pcie_bytes_per_s
+        traffic = self.traffic(rows, kept, placed)
+        return float(waited_bytes(traffic, HIDING * compute * rate, BESIDE)) / rate
 
     def predicted(
         self, rows: int, policies: Policies, vocab_chunks: int, placed: Placed
