@@ -17,6 +17,9 @@ from colossax.planner.telling import describe_plans
 from colossax.recipes import OwnTask, any_recipe, recipe_from_file
 from colossax.tasks import TrainConfig
 
+_SEARCHED = ("plan.mesh", "plan.rules", "plan.batch", "plan.segments", "plan.pipeline")
+"""Settings that a search finds, whatever is given."""
+
 
 def run(_verb: str, args: argparse.Namespace, overrides: list[Override]) -> int:
     """Plan as asked and return the exit code."""
@@ -26,13 +29,18 @@ def run(_verb: str, args: argparse.Namespace, overrides: list[Override]) -> int:
     out, plot = file_to_write(args.out, "--out"), file_to_write(args.plot, "--plot")
     if args.serve:
         return run_serving(args, overrides, _given(args), out)
+    asked = asked_of(args.pin, args.forbid, args.allow)
+    if args.target is not None:  # before a task is built
+        parse_target(args.target, network=args.network, between=args.between)
     subject, plan, target_name, name = _subject(args, overrides)
     target = parse_target(target_name, network=args.network, between=args.between)
+    for given in sorted({each for each, _ in overrides if each.startswith(_SEARCHED)}):
+        tell(f"--{given}: is what is searched, and does not hold; --pin says what has to\n")
     answer = plan_run(
         subject,
         plan,
         target,
-        asked=asked_of(args.pin, args.forbid, args.allow),
+        asked=asked,
         top=args.top,
         verify=not args.no_compile,
         device_gb=args.device_gb,

@@ -40,7 +40,7 @@ TABLE = {
     "plan llama_tiny --top 0": ["--top", "found 0"],
     "plan llama_tiny --pin tensor": ["--pin: found 'tensor'", "tensor=4"],
     "plan llama_tiny --pin tensor=x": ["--pin tensor: found 'x'", "1 or more"],
-    "plan llama_tiny --pin ring_in=2": ["'ring_in' is no mesh axis that is searched", "fsdp"],
+    "plan llama_tiny --pin ring_in=2": ["'ring_in' is no mesh axis that is searched", "'ring'"],
     "plan t5_stdlib --pin stage=2 --no-compile --target h100:1x8": ["pin no stages"],
     "plan llama_tiny --pin embed=fspd": ["'fspd' is no mesh axis", "'fsdp'"],
     "plan llama_tiny --forbid rings": ["'rings' is no mesh axis", "'ring'"],

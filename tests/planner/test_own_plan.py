@@ -68,6 +68,31 @@ def planned(loss=total, **changes):
     return colossax.plan(Tagger, loss, OPTIMIZER, **given)
 
 
+def beside(model, batch):
+    """A loss that wants what `prepare` adds."""
+    logits = model(batch["words"])
+    far = jnp.sum(jnp.square(logits - batch["before"]))
+    return {"far": (far, jnp.float32(logits.size), 1.0)}, {}
+
+
+@pytest.mark.catches("prepared-for-nothing")
+def test_what_a_loss_is_given_by_prepare_is_there_and_is_counted():
+    dims = dict.fromkeys(batch(), ("batch", "seq")) | {"before": ("batch", "seq", None)}
+    plain = planned(beside_nothing, batch_dims=dims)
+
+    def prepare(model, batch):
+        return {**batch, "before": model(batch["words"])}
+
+    answer = planned(beside, prepare=prepare, batch_dims=dims)
+    more = answer.plans[0].seconds.compute / plain.plans[0].seconds.compute
+    assert more == pytest.approx(4 / 3)  # a forward pass beside one forward and backward
+
+
+def beside_nothing(model, batch):
+    logits = model(batch["words"])
+    return {"far": (jnp.sum(jnp.square(logits)), jnp.float32(logits.size), 1.0)}, {}
+
+
 @pytest.mark.parametrize("pins", [(), ("tensor=2", "fsdp=4")])
 def test_a_plan_found_for_eight_gpus_trains_on_eight_devices_as_on_one(pins):
     answer = planned(pins=pins)

@@ -284,6 +284,29 @@ def test_no_plan_over_its_host_memory_is_named(llama, monkeypatch, factor):
         plan_run(Subject.of(config), config.plan, one, host_gb=90.0, top=1, processes=1)
 
 
+@pytest.mark.catches("formulas-that-were-off-are-believed")
+def test_a_refusal_after_compiling_names_what_was_compiled(llama, monkeypatch):
+    config, profile = llama
+    compiler = Compiler(profile, factor=3.0)
+    monkeypatch.setattr(planned, "compiled", compiler)
+    monkeypatch.setattr(planned, "profile_task", lambda *_: profile)
+    monkeypatch.setattr(planned, "target_devices", lambda _: [])
+    short = []
+
+    def larger(*_, room, **__):
+        short.append(room)
+
+    monkeypatch.setattr(planned, "smallest_target", larger)
+    with pytest.raises(PlanError) as refusal:
+        plan_run(Subject.of(config), config.plan, TARGET, device_gb=24.0, processes=1, top=1)
+    sizes = [predict(profile, each, TARGET).bytes.total for each in compiler.plans]
+    said = float(str(refusal.value).split("--device-gb ")[1].split()[0])
+    assert said == pytest.approx(3 * min(sizes) / 1e9, abs=0.1) and said >= 3 * min(sizes) / 1e9
+    assert "takes, compiled)" in str(refusal.value)
+    # More GPUs are looked for with what programs take beside formulas, not as if these were right.
+    assert short == [pytest.approx(24e9 - 2 * min(sizes))]
+
+
 @pytest.mark.catches("refused-is-named")
 def test_what_the_library_refuses_gives_way_to_the_next(llama, monkeypatch):
     config, profile = llama

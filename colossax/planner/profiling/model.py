@@ -66,7 +66,8 @@ class ModelProfile:
         kinds: Of its layers, in order.
         tokens: That were traced: those of one row.
         rows: Of a global batch.
-        ends_flops: Forward, for the tokens that were traced: of what stands outside of layers.
+        ends_flops: Forward, for the tokens that were traced: of what stands outside of layers, with
+            a part of what `prepare` computes once, so that all passes have the whole of it.
         ends_passes: How often those are done: 3 times, and where nothing of it learns twice.
         pair_flops: Likewise of attention between tokens.
         whole: Whether a global batch is one microbatch: the loss compares its rows with each other,
@@ -131,7 +132,7 @@ def profile_task(task: Task, plan: Plan, target: Target) -> ModelProfile:
     dims = batch_dims(dict(task.shapes), task.options.batch_dims)
     one_row = _with_rows(task, dims, 1)
     with choosing_for(target):
-        step, kinds, ends, whole, kept, staged = _traced_kinds(one_row, bare(plan))
+        step, kinds, ends, before, whole, kept, staged = _traced_kinds(one_row, bare(plan))
         # Kernels do not say their FLOPs.
         pairs = sum((kind.calls * kind.traced.other_flops for kind in kinds), 0.0)
         learns = tuple(bool(learns) for learns in jax.tree.leaves(step.trainable))
@@ -151,7 +152,7 @@ def profile_task(task: Task, plan: Plan, target: Target) -> ModelProfile:
         kinds=kinds,
         tokens=_tokens(task, dims),
         rows=_rows(task, dims),
-        ends_flops=ends,
+        ends_flops=ends + before / ends_passes,
         ends_passes=ends_passes,
         pair_flops=pairs,
         whole=whole,
@@ -186,10 +187,10 @@ def bare(plan: Plan) -> Plan:
 
 def _traced_kinds(
     task: Task, plan: Plan
-) -> tuple[Step, tuple[LayerKind, ...], float, bool, float, bool]:
-    """The step, kinds of layers, FLOPs of what stands outside of them, forward, whether a batch is
-    one microbatch, what is kept of a row where there are no layers, and whether stages might share
-    those that there are."""
+) -> tuple[Step, tuple[LayerKind, ...], float, float, bool, float, bool]:
+    """The step, kinds of layers, FLOPs of what stands outside of them, forward, and of what
+    prepares a batch, whether a batch is one microbatch, what is kept of a row where there are no
+    layers, and whether stages might share those that there are."""
     step, recorder = task_step(task, plan, jax.devices()[:1]), Recorder()
     call, terms = step.loss_call, set[str]()
     state, found = step.abstract, list[Any]()
@@ -201,16 +202,30 @@ def _traced_kinds(
         terms.update(given[0])
         return objective(*given, Weighing())[0]
 
-    args = (state["params"], state["variables"], shapes, jax.eval_shape(lambda: jax.random.key(0)))
+    states = state["params"], state["variables"]
     with use(step.bound), in_order(found[0]):
+        shapes, before = _prepared(step, states, shapes)
+        args = (*states, shapes, jax.eval_shape(lambda: jax.random.key(0)))
         with running(recorder):
             whole = traced_flops(jax.make_jaxpr(loss)(*args)).flops
         infos = jax.tree.leaves(step.spec.infos)
         kinds = tuple(_kind(run, infos) for run in recorder.runs)
-        kept = 0.0 if kinds else _kept_of_a_row(task, loss, args)
+        kept = 0.0 if kinds else _kept_of_a_row(task, step, loss, args)
         staged = len(kinds) == 1 and kinds[0].group == 1 and _shared(loss, args, kinds[0])
     layers = sum((kind.calls * kind.traced.counted_flops for kind in kinds), 0.0)
-    return step, kinds, whole - layers, call.whole_batch or SCALAR in terms, kept, staged
+    one_piece = call.whole_batch or SCALAR in terms
+    return step, kinds, whole - layers, before, one_piece, kept, staged
+
+
+def _prepared(
+    step: Step, states: tuple[Any, Any], shapes: Mapping[str, Any]
+) -> tuple[dict[str, Any], float]:
+    """What the loss gets of a batch of these shapes, and FLOPs of making that."""
+    if step.options.prepare is None:
+        return dict(shapes), 0.0
+    traced_call = jax.make_jaxpr(step.prepared, return_shape=True)
+    program, prepared = traced_call(*states, dict(shapes))
+    return prepared, float(traced_flops(program).flops)
 
 
 def _shared(loss: Any, args: tuple[Any, ...], kind: LayerKind) -> bool:
@@ -222,13 +237,13 @@ def _shared(loss: Any, args: tuple[Any, ...], kind: LayerKind) -> bool:
     return True
 
 
-def _kept_of_a_row(task: Task, loss: Any, args: tuple[Any, ...]) -> float:
+def _kept_of_a_row(task: Task, step: Step, loss: Any, args: tuple[Any, ...]) -> float:
     """Bytes that a second row adds to all that is kept; parameters are there anyway."""
     params, variables, _, key = args
     dims = batch_dims(dict(task.shapes), task.options.batch_dims)
 
     def needed(rows: int) -> float:
-        batch = dict(_with_rows(task, dims, rows).shapes)
+        batch, _ = _prepared(step, (params, variables), _with_rows(task, dims, rows).shapes)
         return kept_bytes_of(jax.make_jaxpr(loss)(params, variables, batch, key).jaxpr)
 
     return needed(2) - needed(1)

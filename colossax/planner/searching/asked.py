@@ -63,7 +63,7 @@ class Asked:
             if dim not in known:
                 raise InputError(
                     f"--pin {dim}: is neither a mesh axis nor a dim of any parameter"
-                    f"{nearest(dim, known)}; dims are {', '.join(known)}"
+                    f"{nearest(dim, known)}"
                 )
 
     def held(self, infos: Sequence[ParamInfo], parts: Parts) -> bool:

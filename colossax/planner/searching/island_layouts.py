@@ -14,6 +14,7 @@ from colossax.planner.searching.predicting import policies_of
 from colossax.planner.searching.search import remat_of
 from colossax.planner.searching.seconds import Seconds
 from colossax.planner.searching.sends import Tokens
+from colossax.planner.searching.sent import Sent
 from colossax.planner.searching.sharing import StageCost, share_layers, step_seconds
 
 
@@ -44,6 +45,11 @@ class IslandPrediction:
     host: float = 0.0
     file: float = 0.0
     through: float = 0.0
+
+    @property
+    def sent_in_a_step(self) -> tuple[Sent, ...]:
+        """Is known of compiled programs alone."""
+        return ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

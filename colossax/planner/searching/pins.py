@@ -73,8 +73,7 @@ def check_axis(axis: str, where: str) -> None:
     """
     if axis not in _SEARCHED:
         raise InputError(
-            f"{where}: '{axis}' is no mesh axis that is searched{nearest(axis, _SEARCHED)}; these"
-            f" are {', '.join(_SEARCHED)}"
+            f"{where}: '{axis}' is no mesh axis that is searched{nearest(axis, _SEARCHED)}"
         )
 
 
@@ -91,8 +90,7 @@ def leaves_of(texts: Iterable[str]) -> dict[str, tuple[str, ...]]:
             raise InputError(f"--allow: found '{text}'; write it NAME=VALUE, as state=bfloat16")
         if name not in LEAVES:
             raise InputError(
-                f"--allow: '{name}' is nothing that can be allowed{nearest(name, LEAVES)}; these"
-                f" are {', '.join(LEAVES)}"
+                f"--allow: '{name}' is nothing that can be allowed{nearest(name, LEAVES)}"
             )
         if value not in LEAVES[name]:
             raise InputError(f"--allow {name}: found '{value}'; give {' or '.join(LEAVES[name])}")

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from colossax.aot import Target, target_devices
@@ -32,6 +32,7 @@ from colossax.planner.searching.verifying import (
     room_of,
     true_seconds,
 )
+from colossax.planner.searching.words import why_slower
 
 _GIB = 2**30
 _TRIED = 6
@@ -87,6 +88,22 @@ class Planned:
         """Of the file that layers' optimizer state lies in, for each device: by formula."""
         return self.candidate.predicted.file
 
+    @property
+    def collectives(self) -> list[dict[str, Any]]:
+        """What a device sends in a step by kind and mesh axes, `ring_bytes` of it: compiled, else
+        predicted."""
+        if self.found is not None:
+            return self.found["collectives"]
+        return [
+            {
+                "axis": " x ".join(one.axes),
+                "kind": one.kind,
+                "count": one.times,
+                "ring_bytes": one.bytes,
+            }
+            for one in self.candidate.predicted.sent_in_a_step
+        ]
+
     def to_json(self) -> dict[str, Any]:
         """As plain JSON types."""
         bytes_found = None if self.found is None else self.found["device_bytes"]
@@ -96,11 +113,12 @@ class Planned:
             "plan": to_json(self.plan),
             "seconds": self.seconds.total,
             "seconds_by_term": self.seconds.terms,
+            "seconds_beside": self.seconds.beside,
             "device_bytes": bytes_found or {"total": predicted.bytes.total},
             "predicted_bytes": dataclasses.asdict(predicted.bytes),
             "host_bytes": self.host_bytes,
             **({"disk_bytes": self.disk_bytes} if self.disk_bytes else {}),
-            "collectives": [] if self.found is None else self.found["collectives"],
+            "collectives": self.collectives,
             "fits": True,  # by formula where it is not verified
             "verified": self.found is not None,
             "why_not_first": self.why_not_first,
@@ -212,13 +230,15 @@ def plan_run(
         f" fastest; {len(found.candidates)} meshes fit"
     )
 
-    def would_do() -> str:
+    def would_do(sizes: Sequence[tuple[str, float, float]] = ()) -> str:
         tell("looking for what would do")
-        larger = smallest_target(profile, plan, target, room=room, asked=asked)
+        short = max(0.0, min((off for *_, off in sizes), default=0.0))
+        larger = smallest_target(profile, plan, target, room=room - short, asked=asked)
         beside = None if no_file(subject, profile, plan, target) else tiers["host"]
         given = {"room": room, "asked": asked, "beside": beside}
         more = [] if found.candidates else smallest_tiers(profile, plan, target, **given)
-        return enough(found, room, target, larger, more)
+        least = min(sizes, key=lambda one: one[1], default=None)
+        return enough(found, room, target, larger, more, least)
 
     if not verify:
         if not found.candidates:
@@ -245,7 +265,7 @@ def plan_run(
     if waiting and proving.compiled and not proving.proved:  # that which needs least has its turn
         proving.take([min(waiting, key=lambda one: one.predicted.bytes.total)])
     if not proving.proved:
-        raise PlanError(nothing(found, room, target, proving.seen_words) + would_do())
+        raise PlanError(nothing(found, room, target, proving.seen_words) + would_do(proving.sizes))
     plans = sorted(proving.proved, key=lambda one: one.seconds.total)
     return answer_of(plans, found.scored, proving.compiled, room, measured)
 
@@ -273,6 +293,8 @@ class _Proving:
         self.unstaged = False
         self.seen: list[Plan] = []
         self.refusal = ""
+        self.sizes: list[tuple[str, float, float]] = []
+        """Of programs: whose, what they take, and what of it formulas leave out."""
 
     def take(self, candidates: list[Candidate]) -> None:
         """Prove these; what fits joins `proved`."""
@@ -323,6 +345,7 @@ class _Proving:
 
     def _planned(self, one: Candidate, found: Compiled) -> Planned | None:
         total, there = found["device_bytes"]["total"], _host_bytes(one, found)
+        self.sizes.append((one.label, total, total - one.predicted.bytes.total))
         fits = total <= self._room and there <= (self._host or math.inf)
         self._tell(
             f"{one.label}: {total / _GIB:.2f} GiB compiled"
@@ -363,29 +386,9 @@ def _host_bytes(one: Candidate | IslandCandidate, found: Compiled) -> float:
 
 def answer_of(plans: list[Planned], scored: int, count: int, room: float, rates: str) -> Answer:
     """Plans, the fastest first, with what makes the others slower; see `Answer`."""
+    first = plans[0].seconds
     plans_told = [
-        one if at == 0 else dataclasses.replace(one, why_not_first=_why(one, plans[0]))
+        one if at == 0 else dataclasses.replace(one, why_not_first=why_slower(one.seconds, first))
         for at, one in enumerate(plans)
     ]
     return Answer(plans=tuple(plans_told), scored=scored, compiled=count, room=room, rates=rates)
-
-
-def _why(one: Planned, first: Planned) -> str:
-    """What makes a plan slower than the first."""
-    terms = {
-        "compute": (one.seconds.compute, first.seconds.compute),
-        "collectives that compute waits for": (one.seconds.waited, first.seconds.waited),
-        "collectives beside compute that it does not last for": (
-            one.seconds.exposed,
-            first.seconds.exposed,
-        ),
-        "compute slowed by collectives beside it": (one.seconds.slowed, first.seconds.slowed),
-        "updates and sums of gradients": (one.seconds.memory, first.seconds.memory),
-        "transfers to and from host memory": (one.seconds.bus, first.seconds.bus),
-        "reads and writes of a file": (one.seconds.disk, first.seconds.disk),
-    }
-    slower = one.seconds.total / first.seconds.total - 1
-    name, (own, others) = max(terms.items(), key=lambda item: item[1][0] - item[1][1])
-    if own <= others:
-        return f"{slower:.1%} slower"
-    return f"{slower:.1%} slower: {own:.3g} s of {name}, where the first has {others:.3g} s"

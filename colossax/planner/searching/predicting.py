@@ -25,7 +25,7 @@ from colossax.planner.searching.sends import (
     weights_sent,
     widths,
 )
-from colossax.planner.searching.sent import Sent, times
+from colossax.planner.searching.sent import Sent, joined, times
 from colossax.planner.searching.stages import stages_of, stages_sent
 from colossax.planner.searching.touched import touched_by_microbatch, touched_by_step
 from colossax.sharding import activation_axes, batch_axes, seq_axes
@@ -56,6 +56,12 @@ class Prediction:
     moved: tuple[float, float] = (0.0, 0.0)
     file: float = 0.0
     through: float = 0.0
+
+    @property
+    def sent_in_a_step(self) -> tuple[Sent, ...]:
+        """What a device sends, one of each kind along the same axes."""
+        every = [*times(self.sent, self.microbatches), *self.sent_once]
+        return joined(one._replace(hidden=True) for one in every if one.bytes)
 
 
 Policies = Sequence[Sequence[tuple[int, frozenset[str]]]]

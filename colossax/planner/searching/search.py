@@ -209,6 +209,13 @@ def _no_mesh(profile: ModelProfile, target: Target, asked: Asked, *, divided: bo
         problem = f"do not divide {layers} layers" if layers else "cannot share this model's layers"
         instead = "pin a number that does, or none" if layers else "pin no stages"
         return f"plan: {stages} stages {problem} in one program; {instead}"
+    pinned = math.prod(asked.sizes.values())
+    if target.size % pinned:
+        sizes = ", ".join(f"{axis}={size}" for axis, size in asked.sizes.items())
+        return (
+            f"plan: {sizes} takes {pinned} devices, and of {target.size} there is no such part; pin"
+            " sizes whose product divides that"
+        )
     if divided:
         return (
             f"plan: no mesh of {target.size} devices has what is asked for, {asked.shown}; pin less"

@@ -122,14 +122,16 @@ class Seconds:
 
     @property
     def terms(self) -> dict[str, float]:
-        """By name: what is computed, sent, and read and written besides."""
+        """By name, what a step is made of: their sum is `total`."""
         return {
             "compute": self.compute,
             "waited": self.waited,
-            "beside": self.beside,
+            "exposed": self.exposed,
+            "slowed": self.slowed,
             "memory": self.memory,
             "bus": self.bus,
             "disk": self.disk,
+            "fixed": self.fixed,
         }
 
     @property

@@ -18,7 +18,7 @@ _NODE = 8
 """GPUs of a node that is filled up, where a target has fewer."""
 
 _STEP = 1e8
-"""Bytes that a budget is rounded up to."""
+"""Bytes that a budget is rounded up to; one of less than 1e9, to two digits."""
 
 
 def smallest_gb(least: Candidate) -> float:
@@ -27,7 +27,7 @@ def smallest_gb(least: Candidate) -> float:
     Args:
         least: What needs least, of a search that fitted nothing.
     """
-    return math.ceil(least.predicted.bytes.total / MARGIN / _STEP) * _STEP / 1e9
+    return rounded_up(least.predicted.bytes.total / MARGIN)
 
 
 def smallest_target(
@@ -80,19 +80,21 @@ def smallest_tiers(
     least = min((one.predicted.host for one in found), default=None)
     ways = []
     if least:
-        shown = _rounded_up(least)
-        ways.append(f"--host-gb {shown:.1f} (of host memory for each; by formula it then fits)")
+        shown = rounded_up(least)
+        ways.append(f"--host-gb {shown:.4g} (of host memory for each; by formula it then fits)")
     if beside is not None:
         found = searched(host=beside, disk=math.inf).candidates
         files = [one.predicted.file for one in found if one.predicted.file]
         if files:
-            shown = _rounded_up(min(files))
-            ways.append(f"--disk-gb {shown:.1f} (of a file for each; by formula it then fits)")
+            shown = rounded_up(min(files))
+            ways.append(f"--disk-gb {shown:.4g} (of a file for each; by formula it then fits)")
     return ways
 
 
-def _rounded_up(size: float) -> float:
-    return math.ceil(size / _STEP) * _STEP / 1e9
+def rounded_up(size: float) -> float:
+    """Bytes as a budget in 1e9 bytes."""
+    step = min(_STEP, 10.0 ** (math.floor(math.log10(size)) - 1)) if size else _STEP
+    return math.ceil(size / step) * step / 1e9
 
 
 def _fits(profile: ModelProfile, plan: Plan, target: Target, room: float, asked: Asked) -> bool:

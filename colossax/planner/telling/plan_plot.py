@@ -1,17 +1,22 @@
 """The picture of plans: memory by term against the budget, what a step's time is made of, and when
 it does what."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from colossax.planner.counting.inspection_plot import stack_bars
 from colossax.planner.searching.planned import Answer, Planned
+from colossax.planner.searching.words import size_words, spent_words, time_words
 from colossax.planner.telling.time_line import TimeLine, time_line
 
 _GIB = 2**30
+_ROOM, _SMALL = 1.15, 0.05
+"""Of an axis to its longest bar; and of a budget, below which plans are drawn without it."""
+
 _OUTLINED = 64
 """Bars of a kind in a row that have an outline; of more it would be all that one sees."""
 
@@ -34,27 +39,62 @@ def plot_plans(answer: Answer, path: Path) -> None:
     both: Any = figure.subfigures(2, 1, height_ratios=heights)
     above, below = both
     memory, time = above.subplots(1, 2)
-    stack_bars(memory, names, _memory(answer), columns=2)
-    room = answer.room / _GIB
-    memory.axvline(room, color="black", linewidth=2)
-    memory.set_xlabel("device memory in GiB; black: what a step may take")
-    stack_bars(time, names, _seconds(answer.plans), columns=2)
-    for at, one in enumerate(answer.plans):
-        beside = one.seconds.beside - one.seconds.exposed
-        time.barh(at, beside, height=0.2, color="black", alpha=0.6)
-    time.set_xlabel("seconds of a step; thin black: collectives beside compute")
-    time.set_yticklabels([])
+    _draw_memory(memory, names, answer)
+    _draw_seconds(time, names, answer.plans)
     _draw(below.subplots(), line)
     figure.savefig(path, dpi=110, format="png")
 
 
+def _draw_memory(axes: Any, names: list[str], answer: Answer) -> None:
+    room, sizes = answer.room / _GIB, [one.total_bytes / _GIB for one in answer.plans]
+    stack_bars(axes, names, _memory(answer), columns=2)
+    for row, size in enumerate(sizes):
+        near = 0.8 * room < size <= room  # behind the line, on which it would stand
+        _beside(axes, row, room if near else size, size_words(size * _GIB))
+    told = f"what a step may take, {room:.1f}"
+    if max(sizes) < _SMALL * room:
+        axes.set_xlim(0.0, _ROOM * max(sizes))
+        axes.set_xlabel(f"device memory in GiB; far to the right: {told}")
+    else:
+        axes.axvline(room, color="black", linewidth=2)
+        axes.set_xlim(0.0, _ROOM * max(room, *sizes))
+        axes.set_xlabel(f"device memory in GiB; black: {told}")
+    axes.xaxis.set_major_locator(MaxNLocator(5))
+
+
+def _draw_seconds(axes: Any, names: list[str], plans: Sequence[Planned]) -> None:
+    totals = [one.seconds.total for one in plans]
+    scale, unit = _unit(max(totals))
+    spent = {name: [scale * one for one in each] for name, each in _seconds(plans).items()}
+    stack_bars(axes, names, spent, columns=2)
+    for row, one in enumerate(plans):
+        beside = one.seconds.beside - one.seconds.exposed
+        axes.barh(row, scale * beside, height=0.2, color="black", alpha=0.6)
+        _beside(axes, row, scale * totals[row], time_words(totals[row]))
+    axes.set_xlabel(f"a step in {unit}; thin black: collectives beside matmuls")
+    axes.set_yticklabels([])
+    axes.set_xlim(0.0, _ROOM * scale * max(totals))
+    axes.xaxis.set_major_locator(MaxNLocator(5))
+
+
+def _unit(seconds: float) -> tuple[float, str]:
+    """How many of what there are in a second, for times up to this."""
+    return (1.0, "seconds") if seconds >= 0.1 else (1e3, "milliseconds")
+
+
+def _beside(axes: Any, row: int, end: float, words: str) -> None:
+    """A number at the end of a bar."""
+    axes.annotate(words, (end, row), (4, 0), textcoords="offset points", va="center", fontsize=7)
+
+
 def _draw(axes: Any, line: TimeLine) -> None:
     """The first plan's step, a row for each stage, or for the device and its links."""
+    scale, unit = _unit(line.end)
     for number, kind in enumerate(line.kinds):
         for row in range(len(line.rows)):
             own = [b for b in line.bars if b.kind == kind and b.row == row]
             axes.broken_barh(
-                [(bar.start, bar.seconds) for bar in own],
+                [(scale * bar.start, scale * bar.seconds) for bar in own],
                 (row - 0.4, 0.8),
                 facecolor=f"C{number}",
                 edgecolor="white",
@@ -63,8 +103,8 @@ def _draw(axes: Any, line: TimeLine) -> None:
             )
     axes.set_yticks(range(len(line.rows)), line.rows, fontsize=8)
     axes.invert_yaxis()
-    axes.set_xlim(0.0, line.end)
-    axes.set_xlabel(f"a step of the first plan, in seconds by formula; {line.note}")
+    axes.set_xlim(0.0, scale * line.end)
+    axes.set_xlabel(f"a step of the first plan, in {unit} by formula; {line.note}")
     axes.legend(fontsize=7, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=len(line.kinds))
 
 
@@ -82,15 +122,8 @@ def _memory(answer: Answer) -> Mapping[str, list[float]]:
     return {name: [each.get(name, 0) / _GIB for each in terms] for name in shown}
 
 
-def _seconds(plans: tuple[Planned, ...]) -> Mapping[str, list[float]]:
+def _seconds(plans: Sequence[Planned]) -> Mapping[str, list[float]]:
     """By what they are spent on, as far as any plan spends any."""
-    spent = {
-        "matmuls": [one.seconds.compute for one in plans],
-        "collectives waited for": [one.seconds.waited for one in plans],
-        "collectives that stick out": [one.seconds.exposed for one in plans],
-        "matmuls slowed by collectives": [one.seconds.slowed for one in plans],
-        "updates and sums of gradients": [one.seconds.memory for one in plans],
-        "transfers to and from host": [one.seconds.bus for one in plans],
-        "updates of layers in a file": [one.seconds.disk for one in plans],
-    }
+    every = [spent_words(one.seconds) for one in plans]
+    spent = {name: [each[name] for each in every] for name in every[0]}
     return {name: each for name, each in spent.items() if any(each)}

@@ -4,28 +4,27 @@ from collections.abc import Mapping
 
 from colossax.config import MeshAxis, Plan
 from colossax.planner.searching.disk import DISK_BYTES_PER_S
+from colossax.planner.searching.island_layouts import IslandPrediction
 from colossax.planner.searching.planned import Answer, Planned
 from colossax.planner.searching.search import told
+from colossax.planner.searching.seconds import Seconds
+from colossax.planner.searching.words import room_words, size_words, spent_words, time_words
 from colossax.planner.telling.columns import columns
 
-_GIB = 2**30
+_MOST = 5
+"""Terms of memory, and kinds of collectives, that are told."""
+
+_SHOWN = 0.001
+"""Of a step's seconds, what a part has to take to be told."""
+
 _RATE = f", at {DISK_BYTES_PER_S / 1e9:g} GB/s each way, as is assumed of a host's disk"
 
 
 def describe_plans(title: str, answer: Answer, out: str | None) -> str:
     """The plans for people: the first in words, then a table."""
     first = answer.plans[0]
-    seconds = first.seconds
-    rows = [
-        f"{title}: {words(first)}",
-        f"{time_words(seconds.total)} a step: {time_words(seconds.compute)} of matmuls,"
-        f" {time_words(seconds.waited)} of collectives that they wait for,"
-        f" {time_words(seconds.beside)} beside them"
-        f" ({time_words(seconds.exposed)} of which stick out)"
-        + (f", {time_words(seconds.bus)} of transfers to and from host" if seconds.bus else "")
-        + (f", {time_words(seconds.disk)} of updates in a file{_RATE}" if seconds.disk else ""),
-        _memory(first, answer.room),
-    ]
+    rows = [f"{title}: {words(first)}", _spent(first.seconds), _memory(first, answer.room)]
+    rows += _sent(first)
     rows += [answer.rates] if answer.rates else []
     if len(answer.plans) > 1:
         rows.append("")
@@ -44,7 +43,7 @@ def found_words(answer: Answer) -> str:
     source = "by formula" if first.found is None else "compiled"
     return (
         f"{words(first)}; {time_words(first.seconds.total)} a step by formula,"
-        f" {size_words(first.total_bytes)} {source} of {answer.room / _GIB:.1f} GiB that a step"
+        f" {size_words(first.total_bytes)} {source} of {room_words(answer.room)} that a step"
         f" may take{_of_host(first)}"
     )
 
@@ -59,13 +58,44 @@ def _of_host(one: Planned) -> str:
 
 
 def _device(one: Planned, room: float) -> str:
-    room_told = f"of {room / _GIB:.1f} GiB that a step may take"
-    if one.found is None:
-        return f"{size_words(one.total_bytes)} by formula, not compiled, {room_told}"
-    terms = one.found["device_bytes"]["terms"]
-    shown = sorted(terms.items(), key=lambda term: -term[1])[:5]
+    predicted = one.candidate.predicted
+    terms, source = predicted.bytes.terms, "by formula, not compiled"
+    if one.found is not None:
+        terms = one.found["device_bytes"]["terms"]
+        source = f"compiled ({size_words(predicted.bytes.total)} by formula)"
+    shown = sorted(terms.items(), key=lambda term: -term[1])[:_MOST]
     told = ", ".join(f"{name} {size_words(size)}" for name, size in shown if size)
-    return f"{size_words(one.total_bytes)} compiled, {room_told}: {told}"
+    if isinstance(predicted, IslandPrediction):
+        each = ", ".join(size_words(size) for size in predicted.stages)
+        told += f"; stages take {each} by formula, and this is the one with least room left"
+    may = f"of {room_words(room)} that a step may take"
+    return f"{size_words(one.total_bytes)} {source}, {may}: {told}"
+
+
+def _spent(seconds: Seconds) -> str:
+    """What a step's seconds are made of, and what of its collectives is hidden."""
+    parts = [
+        f"{time_words(spent)} of {name}{_RATE if name.endswith('file') else ''}"
+        for name, spent in spent_words(seconds).items()
+        if spent >= _SHOWN * seconds.total
+    ]
+    hidden = seconds.beside - seconds.exposed
+    beside = f"; {time_words(hidden)} of collectives are beside matmuls" if hidden else ""
+    return f"{time_words(seconds.total)} a step: {', '.join(parts)}{beside}"
+
+
+def _sent(one: Planned) -> list[str]:
+    """What a device sends in a step, most first."""
+    sent = sorted(one.collectives, key=lambda each: -each["ring_bytes"])
+    if not sent:
+        return []
+    told = [
+        f"{each['kind']} along {each['axis']} {size_words(each['ring_bytes'])}"
+        for each in sent[:_MOST]
+    ]
+    rest = sum(each["ring_bytes"] for each in sent[_MOST:])
+    told += [f"others {size_words(rest)}"] if rest else []
+    return [f"each device sends: {', '.join(told)}"]
 
 
 def _table(answer: Answer) -> list[str]:
@@ -80,16 +110,6 @@ def _table(answer: Answer) -> list[str]:
         for one in answer.plans
     ]
     return columns(rows, indent="")
-
-
-def time_words(seconds: float) -> str:
-    """Seconds for people."""
-    return f"{seconds:.3f} s" if seconds >= 0.1 or not seconds else f"{1e3 * seconds:.3g} ms"
-
-
-def size_words(count: float) -> str:
-    """Bytes for people."""
-    return f"{count / _GIB:.2f} GiB" if count >= 0.1 * _GIB else f"{count / 2**20:.3g} MiB"
 
 
 def words(one: Planned) -> str:

@@ -1,8 +1,9 @@
 """Plans for serving, as text for people."""
 
+from colossax.planner.searching.words import room_words, size_words, time_words
 from colossax.planner.serving.planned import PlannedServing, ServingAnswer
 from colossax.planner.telling.columns import columns
-from colossax.planner.telling.plans import mesh_words, size_words, time_words
+from colossax.planner.telling.plans import mesh_words
 
 _GIB = 2**30
 
@@ -47,7 +48,7 @@ def found_serving_words(answer: ServingAnswer) -> str:
     source = "by formula" if first.found is None else "compiled"
     return (
         f"{serving_words(first)}; {first.tokens_per_second:.0f} tokens/s by formula,"
-        f" {size_words(first.total_bytes)} {source} of {answer.room / _GIB:.1f} GiB that an engine"
+        f" {size_words(first.total_bytes)} {source} of {room_words(answer.room)} that an engine"
         " may take"
     )
 

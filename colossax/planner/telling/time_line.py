@@ -80,15 +80,18 @@ def _of_microbatches(one: Planned) -> TimeLine:
             bars.append(Bar(row=0, start=at, seconds=total / count, kind=kind))
             at += total / count
     bars += _ends(seconds, 0, at)
-    times = f"{count} microbatch{'es' if count > 1 else ''}"
     bars = [bar for bar in bars if bar.seconds > 0]
     there = {bar.kind for bar in bars}
     return TimeLine(
         rows=("device", "links") if BESIDE in there else ("device",),
         bars=tuple(bars),
         kinds=tuple(k for k in (*parts, BESIDE, *_LAST) if k in there),
-        note=f"{times}; collectives of each are drawn behind its compute",
+        note=f"{_times(count)}; collectives of each are drawn behind its compute",
     )
+
+
+def _times(count: int) -> str:
+    return f"{count} microbatch{'es' if count > 1 else ''}"
 
 
 def _ends(seconds: Seconds, row: int, start: float) -> list[Bar]:
@@ -132,8 +135,8 @@ def _of_stages(one: Planned) -> TimeLine:
         bars=tuple(bars),
         kinds=tuple(k for k in (FORWARD, BACKWARD, *_LAST) if k in there),
         note=(
-            f"{predicted.microbatches} microbatches; white: the bubble; collectives are in the"
-            " slots, a third of which is taken for forward"
+            f"{_times(predicted.microbatches)}; white: the bubble; collectives are in the slots, a"
+            " third of which is taken for forward"
         ),
     )
 
