@@ -80,7 +80,7 @@ def test_the_least_budget_does_and_less_does_not(llama):
         (
             "h100:1x1",
             None,
-            r"GPUs of which it may take 1\d\d\.\d GB \(the least that fits it by formula\), --host-g",
+            r"GPUs of which it may take 1\d\d\.\d GB \(the least that fits it by formula\), --ho",
         ),
         (
             "h100:1x8",
