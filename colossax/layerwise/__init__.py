@@ -4,8 +4,10 @@ from .chain import Chain as Chain
 from .chain import Link as Link
 from .cut import CutLoss as CutLoss
 from .cut import CutRun as CutRun
+from .cut import Marking as Marking
 from .cut import StackCall as StackCall
 from .cut import cut_loss as cut_loss
+from .cut import cut_marked as cut_marked
 from .cut import stack_call as stack_call
 from .hosted import standing_in as standing_in
 from .layer import Layer as Layer

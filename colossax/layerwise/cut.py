@@ -80,7 +80,7 @@ class _Call:
     out: Any
 
 
-class _Marking:
+class Marking:
     """Runs nothing: each run becomes one equation of the loss."""
 
     def __init__(self) -> None:
@@ -96,20 +96,46 @@ class _Marking:
                 " cannot be cut there; keep such state in the carry"
             )
 
-        def plain(params: Any, carry: Any, side: Any) -> Any:
-            carry, _, _, sums = Scanned().run(layers, params, carry, side, scanned, carried)
-            return carry, sums
-
         inputs = (params, carry, side)
         leaves, structure = jax.tree.flatten(inputs)
-        call = _Call(layers=layers, inputs=structure, out=jax.eval_shape(plain, *inputs))
+        out = self.shapes(layers, *inputs, scanned, carried)
+        call = _Call(layers=layers, inputs=structure, out=out)
         self.calls.append(call)
         outputs = RUN.bind(*leaves, call=call)
         carry, sums = jax.tree.unflatten(jax.tree.structure(call.out), outputs)
         return carry, scanned, carried, sums
 
+    def shapes(
+        self, layers: LayerRun, params: Any, carry: Any, side: Any, scanned: Any, carried: Any
+    ) -> Any:
+        """Of the last layer's output, and of all layers' sums."""
 
-class _MarkingState(_Marking):
+        def plain(params: Any, carry: Any, side: Any) -> Any:
+            carry, _, _, sums = Scanned().run(layers, params, carry, side, scanned, carried)
+            return carry, sums
+
+        return jax.eval_shape(plain, params, carry, side)
+
+    def found(self, program: Any, out: Any) -> "Marked":
+        """What was traced with this as the runner.
+
+        Args:
+            program: The traced function.
+            out: Shapes of what it gives.
+
+        Raises:
+            PlanError: It calls no layer stack, or one inside a transformation of its own, or twice.
+        """
+        calls = [eqn for eqn in program.jaxpr.eqns if eqn.primitive is RUN]
+        _check(self.calls, calls)
+        return Equations(program), calls, out
+
+
+Marked = tuple[Equations, list[Any], Any]
+"""A loss as equations, those of them that are runs of layers, and shapes of what it gives."""
+
+
+class _MarkingState(Marking):
     """Likewise, of runs that hand state from layer to layer, or have some of their own."""
 
     carry: Any = None
@@ -174,8 +200,8 @@ def stack_call(fn: Callable[..., Any], *args: Any) -> StackCall | None:
     )
 
 
-def marked(loss: Callable[..., Any], *args: Any) -> tuple[Equations, list[Any], Any]:
-    """A loss as equations, those of them that are runs of layers, and shapes of what it gives.
+def marked(loss: Callable[..., Any], *args: Any) -> Marked:
+    """A loss as equations, see `Marked`.
 
     Args:
         loss: Any function that calls layer stacks.
@@ -184,12 +210,10 @@ def marked(loss: Callable[..., Any], *args: Any) -> tuple[Equations, list[Any], 
     Raises:
         PlanError: It calls none, or one inside a transformation of its own, or twice.
     """
-    marking = _Marking()
+    marking = Marking()
     with running(marking):
         traced, out = jax.make_jaxpr(loss, return_shape=True)(*args)
-    calls = [eqn for eqn in traced.jaxpr.eqns if eqn.primitive is RUN]
-    _check(marking.calls, calls)
-    return Equations(traced), calls, out
+    return marking.found(traced, out)
 
 
 def cut_loss(loss: Callable[..., Any], *args: Any) -> CutLoss:
@@ -205,7 +229,11 @@ def cut_loss(loss: Callable[..., Any], *args: Any) -> CutLoss:
     Cost: the loss is traced once. What the layers' input and the rest of the loss both need (a tied
     embedding, gathered) is computed in `before` and crosses.
     """
-    equations, calls, out = marked(loss, *args)
+    return cut_marked(*marked(loss, *args))
+
+
+def cut_marked(equations: Equations, calls: list[Any], out: Any) -> CutLoss:
+    """The same of a loss that is traced already; see `Marked`."""
     _check_one(calls)
     parts = [jax.tree.unflatten(eqn.params["call"].inputs, eqn.invars) for eqn in calls]
     _, carry, side = parts[0]

@@ -250,6 +250,27 @@ class Shared(nnx.Module):
         return self.layers(x, side).carry + self.scale[...]
 
 
+@pytest.mark.catches("layers-that-are-mapped-are-not-planned")
+def test_a_loss_that_maps_what_calls_layers_is_planned_but_for_stages():
+    def squares(model, batch):
+        error = jax.vmap(model)(batch["x"]) - 1
+        return {"error": (jnp.sum(error**2), jnp.float32(error.size), 1.0)}, {}
+
+    shapes = {"x": jax.ShapeDtypeStruct((64, 2, 16), jnp.float32)}
+    make = functools.partial(Shared, learned=False)
+    answer = colossax.plan(
+        make,
+        squares,
+        optax.sgd(0.1),
+        shapes,
+        "h100:1x8",
+        top=20,
+        verify=False,
+        batch_dims={"x": ("batch", None, "embed")},
+    )
+    assert all("stage" not in one.plan.mesh for one in answer.plans)
+
+
 @pytest.mark.catches("stages-for-every-loss")
 @pytest.mark.parametrize("learned", [True, False])
 def test_stages_are_planned_where_the_loss_can_be_cut(learned):

@@ -18,7 +18,7 @@ from colossax.config import (
     Segment,
 )
 from colossax.errors import PlanError
-from colossax.layerwise import cut_loss, running
+from colossax.layerwise import cut_marked, running
 from colossax.planner.counting.traced_flops import traced_flops
 from colossax.planner.deciding.trial import choosing_for
 from colossax.planner.profiling.outside import kept_bytes_of
@@ -126,8 +126,8 @@ def profile_task(task: Task, plan: Plan, target: Target) -> ModelProfile:
     Raises:
         PlanError: Layers are those of several models.
 
-    Cost: about a second for any size; nothing is compiled or allocated. Of a task that does not say
-    its FLOPs layers are traced once more, with attention written out.
+    Cost: about a second for any size, two of a mixture; nothing is compiled or allocated. Of a task
+    that does not say its FLOPs layers are traced once more, with attention written out.
     """
     dims = batch_dims(dict(task.shapes), task.options.batch_dims)
     one_row = _with_rows(task, dims, 1)
@@ -191,7 +191,7 @@ def _traced_kinds(
     """The step, kinds of layers, FLOPs of what stands outside of them, forward, and of what
     prepares a batch, whether a batch is one microbatch, what is kept of a row where there are no
     layers, and whether stages might share those that there are."""
-    step, recorder = task_step(task, plan, jax.devices()[:1]), Recorder()
+    step = task_step(task, plan, jax.devices()[:1])
     call, terms = step.loss_call, set[str]()
     state, found = step.abstract, list[Any]()
     shapes = dict(step.options.shapes or {})
@@ -206,15 +206,30 @@ def _traced_kinds(
     with use(step.bound), in_order(found[0]):
         shapes, before = _prepared(step, states, shapes)
         args = (*states, shapes, jax.eval_shape(lambda: jax.random.key(0)))
-        with running(recorder):
-            whole = traced_flops(jax.make_jaxpr(loss)(*args)).flops
+        recorder, program, out = _recorded(loss, args)
         infos = jax.tree.leaves(step.spec.infos)
         kinds = tuple(_kind(run, infos) for run in recorder.runs)
         kept = 0.0 if kinds else _kept_of_a_row(task, step, loss, args)
-        staged = len(kinds) == 1 and kinds[0].group == 1 and _shared(loss, args, kinds[0])
-    layers = sum((kind.calls * kind.traced.counted_flops for kind in kinds), 0.0)
+        staged = len(kinds) == 1 and kinds[0].group == 1 and not recorder.scanned
+        staged = staged and _shared(recorder, program, out, kinds[0], len(infos))
     one_piece = call.whole_batch or SCALAR in terms
-    return step, kinds, whole - layers, before, one_piece, kept, staged
+    scanned = [kinds[number] for number in recorder.scanned]
+    layers = sum((kind.calls * kind.traced.counted_flops for kind in scanned), 0.0)
+    ends = traced_flops(program).flops - layers
+    return step, kinds, ends, before, one_piece, kept, staged
+
+
+def _recorded(loss: Any, args: tuple[Any, ...]) -> tuple[Recorder, Any, Any]:
+    """What layers got, the traced loss, and shapes of what that gives."""
+
+    def traced_by(recorder: Recorder) -> tuple[Recorder, Any, Any]:
+        with running(recorder):
+            return recorder, *jax.make_jaxpr(loss, return_shape=True)(*args)
+
+    try:
+        return traced_by(Recorder())
+    except NotImplementedError:  # it maps or differentiates what calls layers
+        return traced_by(Recorder(scans=True))
 
 
 def _prepared(
@@ -228,10 +243,10 @@ def _prepared(
     return prepared, float(traced_flops(program).flops)
 
 
-def _shared(loss: Any, args: tuple[Any, ...], kind: LayerKind) -> bool:
+def _shared(recorder: Recorder, program: Any, out: Any, kind: LayerKind, parameters: int) -> bool:
     """Whether a loss can be cut at its layers, as stages have to."""
     try:
-        check_cut(cut_loss(loss, *args), kind.leaves, range(len(jax.tree.leaves(args[0]))))
+        check_cut(cut_marked(*recorder.found(program, out)), kind.leaves, range(parameters))
     except PlanError:  # then one stage has them all
         return False
     return True
@@ -250,7 +265,7 @@ def _kept_of_a_row(task: Task, step: Step, loss: Any, args: tuple[Any, ...]) -> 
 
 
 def _kind(run: RecordedRun, infos: Sequence[ParamInfo]) -> LayerKind:
-    layer, layers = run.layer(), run.layers
+    layer, layers = run.layer, run.layers
     leaves = tuple(at for at, info in enumerate(infos) if info.segment == layers.key)
     count = len(jax.tree.leaves(run.row))
     if len(leaves) != count:

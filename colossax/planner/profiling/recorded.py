@@ -1,12 +1,13 @@
 """Which layer stacks a loss runs, with the shapes they get."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
 from jaxtyping import Array
 
-from colossax.layerwise import Layer, LayerRun, Scanned, shapes_of
+from colossax.layerwise import Layer, LayerRun, Marking, Scanned, shapes_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -25,6 +26,7 @@ class RecordedRun:
     carry: Any
     others: Any
 
+    @functools.cached_property
     def layer(self) -> Layer:
         """One call, traced with nothing recomputed."""
 
@@ -37,37 +39,60 @@ class RecordedRun:
         return Layer(apply, self.row, self.carry, self.others)
 
 
-class Recorder:
-    """Runs layers one after another, as `Scanned` does, and notes what they got.
+class Recorder(Marking):
+    """Notes what layers get, and traces one of each run. In the loss a run is then one equation;
+    one that hands state from layer to layer is run as `Scanned` does.
 
     Attributes:
         runs: In the order of their calls.
+        scanned: Numbers of those that are no equation.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, scans: bool = False) -> None:
+        """Args:
+        scans: Whether all are run, as where the loss transforms what calls them.
+        """
+        super().__init__()
         self.runs: list[RecordedRun] = []
+        self.scanned: list[int] = []
+        self._scans = scans
 
     def run(
         self, layers: LayerRun, params: Any, carry: Any, side: Any, scanned: Any, carried: Any
     ) -> tuple[Any, Any, Any, dict[str, Any]]:
         """See `StackRunner.run`."""
+        if not self._scans and not jax.tree.leaves((scanned, carried)):
+            return super().run(layers, params, carry, side, scanned, carried)
+        self.scanned.append(len(self.runs))
+        self._record(layers, params, carry, side, scanned, carried)
+        return Scanned().run(layers, params, carry, side, scanned, carried)
 
+    def shapes(
+        self, layers: LayerRun, params: Any, carry: Any, side: Any, scanned: Any, carried: Any
+    ) -> Any:
+        """See `Marking.shapes`."""
+        run = self._record(layers, params, carry, side, scanned, carried)
+        carry, (_, _, sums) = shapes_of(run.layer.out)
+
+        def of_all(x: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((layers.count, *x.shape), x.dtype)
+
+        return carry, jax.tree.map(of_all, sums)
+
+    def _record(
+        self, layers: LayerRun, params: Any, carry: Any, side: Any, scanned: Any, carried: Any
+    ) -> RecordedRun:
         def row(x: Any) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(x.shape[1:] if layers.stacked else x.shape, x.dtype)
 
         def state(x: Any) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
 
-        self.runs.append(
-            RecordedRun(
-                layers=layers,
-                row=jax.tree.map(row, params),
-                carry=shapes_of(carry),
-                others=(
-                    shapes_of(side),
-                    jax.tree.map(state, scanned),
-                    shapes_of(carried),
-                ),
-            )
+        run = RecordedRun(
+            layers=layers,
+            row=jax.tree.map(row, params),
+            carry=shapes_of(carry),
+            others=(shapes_of(side), jax.tree.map(state, scanned), shapes_of(carried)),
         )
-        return Scanned().run(layers, params, carry, side, scanned, carried)
+        self.runs.append(run)
+        return run
