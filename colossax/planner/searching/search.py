@@ -213,8 +213,8 @@ def _no_mesh(profile: ModelProfile, target: Target, asked: Asked, *, divided: bo
     if target.size % pinned:
         sizes = ", ".join(f"{axis}={size}" for axis, size in asked.sizes.items())
         return (
-            f"plan: {sizes} takes {pinned} devices, and of {target.size} there is no such part; pin"
-            " sizes whose product divides that"
+            f"plan: {sizes} takes {pinned} devices, which do not divide the {target.size} of"
+            f" {target.name}; pin sizes whose product does"
         )
     if divided:
         return (
