@@ -48,7 +48,7 @@ TABLE = {
     "plan llama_tiny --pin embed=fsdp --forbid fsdp": ["contradict", "leave one of them out"],
     "plan llama_tiny --device-gb 0": ["--device-gb", "found 0"],
     "plan llama_tiny --device-gb 999 --no-compile --target h100:1x8": ["has 84.9 GB", "leave it"],
-    "plan llama_tiny --pin tensor=3 --no-compile --target h100:1x8": ["tensor=3 takes 3 devices", "the 8"],
+    "plan llama_tiny --pin tensor=3 --no-compile --target h100:1x8": ["which do not divide the 8"],
     "plan llama3_70b --no-compile --target h100:1x1": ["nothing that is searched fits", "least"],
     "train llama_tiny --plan.preset zero4": ["'zero4'", "'zero3'"],
     "train llama_tiny --plan.mesh 8": ["--plan.mesh: found '8'", "name=value"],
