@@ -335,6 +335,11 @@ STEP = {
         "loss: ",
         "float",
     ),
+    "a mask as an index": (
+        lambda c: c.traced(lambda m, b: jnp.sum(m(b["x"])[b["x"] > 0])),
+        "loss: ",
+        "jnp.where(",
+    ),
 }
 
 DATA = {

@@ -75,10 +75,10 @@ NAMES = {
         "working_set_bytes"
     ),
     "colossax.layerwise": (
-        "Chain CutLoss CutRun Layer LayerRun LayerState Link Marking Maximum Residual Scanned "
-        "StackCall StackRunner Stacks StageLayers Stream Transposed added alternates checkpointed "
-        "current_runner cut_loss cut_marked kept_sharding nothing over_stages recording_kept "
-        "running shapes_of stack_call stage_layers standing_in summed"
+        "Chain CutLoss CutRun Layer LayerRun LayerState Link Marking Maximum Residual "
+        "Scanned StackCall StackRunner Stacks StageLayers Stream Transposed added alternates "
+        "checkpointed current_runner cut_loss cut_marked kept_sharding nothing over_stages "
+        "recording_kept running shapes_of stack_call stage_layers standing_in summed"
     ),
     "colossax.data": (
         "BatchLoader Chat Corpus Documents MaskedRows Mixture RowSource Rows Split SyntheticRows "

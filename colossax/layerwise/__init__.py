@@ -4,6 +4,7 @@ from .chain import Chain as Chain
 from .chain import Link as Link
 from .cut import CutLoss as CutLoss
 from .cut import CutRun as CutRun
+from .cut import Marked as Marked
 from .cut import Marking as Marking
 from .cut import StackCall as StackCall
 from .cut import cut_loss as cut_loss

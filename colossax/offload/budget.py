@@ -2,10 +2,13 @@
 
 import dataclasses
 import functools
-import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int
 
 from colossax.errors import PlanError
 from colossax.offload.bus import Traffic, waited_bytes
@@ -25,7 +28,7 @@ class Kind:
     Attributes:
         name: One of `HOST_KINDS`.
         layer_bytes: Memory it takes, where it lives.
-        layer_traffic: Of a step while it lives in host memory.
+        layer_traffic: Of a layer in a step, while it lives in host memory.
     """
 
     name: str
@@ -54,16 +57,19 @@ class Demand:
         """Of the kinds."""
         return tuple(kind.name for kind in self.kinds)
 
+    def traffic(self, resident: Mapping[str, Any]) -> Traffic:
+        """Of a step with so many layers of each kind on the device; arrays give arrays."""
+        away = (kind.layer_traffic.times(self.layers - resident[kind.name]) for kind in self.kinds)
+        return functools.reduce(Traffic.plus, away)
+
     def placed(self, resident: Mapping[str, int]) -> "Residency":
         """What is needed with so many layers of each kind on the device."""
         moved = sum(kind.layer_bytes * resident[kind.name] for kind in self.kinds)
-        away = (kind.layer_traffic.times(self.layers - resident[kind.name]) for kind in self.kinds)
         return Residency(
             layers=self.layers,
             resident=dict(resident),
             device_bytes=self.device_bytes + moved,
             host_bytes=self.host_bytes - moved,
-            traffic=functools.reduce(Traffic.plus, away, Traffic()),
         )
 
 
@@ -76,19 +82,12 @@ class Residency:
         resident: Of them on the device, by kind.
         device_bytes: Expected of a device.
         host_bytes: Expected of the host, per device.
-        traffic: Of a step, of the others.
     """
 
     layers: int
     resident: Mapping[str, int]
     device_bytes: int
     host_bytes: int
-    traffic: Traffic
-
-    @property
-    def waited_bytes(self) -> float:
-        """Of the traffic, what a step waits for."""
-        return float(waited_bytes(self.traffic))
 
     @property
     def shares(self) -> dict[str, float]:
@@ -119,7 +118,7 @@ def place(demand: Demand, *, device_bytes: int, host_bytes: int) -> Residency:
     Raises:
         PlanError: Either is too small; the message says what would do.
 
-    Cost: layers to the power of kinds less one, 10 ms for three kinds of 80 layers.
+    Cost: layers to the power of kinds less one, in NumPy: 1 ms for three kinds of 80 layers.
     """
     if demand.device_bytes > device_bytes:
         raise PlanError(
@@ -128,11 +127,16 @@ def place(demand: Demand, *, device_bytes: int, host_bytes: int) -> Residency:
             " much, or make the step smaller: fewer tokens at a time (plan.batch), or more chunks"
             " of the vocabulary (plan.loss.vocab_chunks)"
         )
-    fitting = list(_fullest(demand, device_bytes))
-    within = [p for p in fitting if p.host_bytes <= host_bytes]
-    if within:
-        return min(within, key=lambda p: (p.waited_bytes, p.traffic.total, p.device_bytes))
-    least = min(p.host_bytes for p in fitting)
+    counts = _fullest(demand, device_bytes)
+    on_device = np.array([kind.layer_bytes for kind in demand.kinds]) @ counts
+    on_host = demand.host_bytes - on_device
+    within = np.flatnonzero(on_host <= host_bytes)
+    if within.size:
+        traffic = demand.traffic(dict(zip(demand.names, counts[:, within], strict=True)))
+        order = np.lexsort((on_device[within], traffic.total, waited_bytes(traffic)))
+        best = counts[:, within[order[0]]]
+        return demand.placed(dict(zip(demand.names, map(int, best), strict=True)))
+    least = int(on_host.min())
     most = max(kind.layer_bytes for kind in demand.kinds)
     enough = demand.device_bytes + demand.host_bytes - host_bytes + most
     raise PlanError(
@@ -143,17 +147,15 @@ def place(demand: Demand, *, device_bytes: int, host_bytes: int) -> Residency:
     )
 
 
-def _fullest(demand: Demand, device_bytes: int) -> Iterator[Residency]:
+def _fullest(demand: Demand, device_bytes: int) -> Int[np.ndarray, "kinds choices"]:
     """For all counts of the first kinds, as many layers of the last as the budget leaves."""
     *first, last = demand.kinds
-    names = [kind.name for kind in first]
-    for counts in itertools.product(range(demand.layers + 1), repeat=len(first)):
-        resident = dict(zip(names, counts, strict=True))
-        left = device_bytes - demand.placed({**resident, last.name: 0}).device_bytes
-        if left >= 0:
-            room = left // last.layer_bytes if last.layer_bytes else demand.layers
-            most = min(demand.layers, room)
-            yield demand.placed({**resident, last.name: most})
+    counts = np.indices((demand.layers + 1,) * len(first)).reshape(len(first), -1)
+    there = np.array([kind.layer_bytes for kind in first]) @ counts
+    left = device_bytes - demand.device_bytes - there
+    counts, left = counts[:, left >= 0], left[left >= 0]
+    room = left // last.layer_bytes if last.layer_bytes else np.full_like(left, demand.layers)
+    return np.vstack([counts, np.minimum(room, demand.layers)])
 
 
 def working_set_bytes(

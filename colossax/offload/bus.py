@@ -38,8 +38,8 @@ class Traffic(NamedTuple):
     up: Way = Way()
     down: Way = Way()
 
-    def times(self, count: int | float) -> "Traffic":
-        """Of so many as this is of one."""
+    def times(self, count: Any) -> "Traffic":
+        """Of so many as this is of one; an array gives arrays."""
         return Traffic(*(Way(count * passes, count * end) for passes, end in self))
 
     def plus(self, other: "Traffic") -> "Traffic":

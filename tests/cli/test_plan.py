@@ -49,6 +49,14 @@ def test_a_plan_is_told_written_and_drawn(planned, capsys):
     assert "plans on 8 x" in said.err
 
 
+@pytest.mark.catches("settings-that-do-not-hold-are-not-told")
+def test_a_mesh_that_does_not_hold_is_told(planned, capsys):
+    assert asked(planned, "--plan.mesh", "fsdp=8", "--pin", "data=8") == 0
+    said = capsys.readouterr()
+    assert "--plan.mesh: is what is searched, and does not hold; --pin says what" in said.err
+    assert said.out.startswith("llama_tiny on h100:1x8: data over 8")
+
+
 @pytest.mark.catches("files-are-refused-at-the-end")
 @pytest.mark.parametrize("verb", ["plan", "plan --serve", "inspect"])
 def test_files_that_cannot_be_written_are_refused_at_once(verb, tmp_path, monkeypatch, capsys):

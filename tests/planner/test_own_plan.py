@@ -256,19 +256,30 @@ def test_a_loss_that_maps_what_calls_layers_is_planned_but_for_stages():
         error = jax.vmap(model)(batch["x"]) - 1
         return {"error": (jnp.sum(error**2), jnp.float32(error.size), 1.0)}, {}
 
-    shapes = {"x": jax.ShapeDtypeStruct((64, 2, 16), jnp.float32)}
-    make = functools.partial(Shared, learned=False)
-    answer = colossax.plan(
-        make,
-        squares,
-        optax.sgd(0.1),
-        shapes,
-        "h100:1x8",
-        top=20,
-        verify=False,
-        batch_dims={"x": ("batch", None, "embed")},
-    )
+    answer = planned_shared(squares, (64, 2, 16), ("batch", None, "embed"), top=20)
     assert all("stage" not in one.plan.mesh for one in answer.plans)
+
+
+def planned_shared(loss, shape, dims, **changes):
+    """Of `Shared`, whose layers learn nothing that they share."""
+    shapes = {"x": jax.ShapeDtypeStruct(shape, jnp.float32)}
+    given = {"verify": False, "batch_dims": {"x": dims}, **changes}
+    make = functools.partial(Shared, learned=False)
+    return colossax.plan(make, loss, optax.sgd(0.1), shapes, "h100:1x8", **given)
+
+
+@pytest.mark.catches("layers-in-a-loop-count-once")
+def test_layers_that_a_loss_runs_three_times_are_counted_three_times():
+    def compute(times):
+        def squares(model, batch):
+            x, _ = jax.lax.scan(lambda x, _: (model(x), None), batch["x"], length=times)
+            return {"error": (jnp.sum(x**2), jnp.float32(x.size), 1.0)}, {}
+
+        answer = planned_shared(squares, (64, 16), ("batch", "embed"), pins=("data=8",))
+        return answer.plans[0].seconds.compute
+
+    # Of one run layers are computed again in backward, as the plan says; two more take 3 passes.
+    assert compute(3) == pytest.approx((4 + 2 * 3) / 4 * compute(1))
 
 
 @pytest.mark.catches("stages-for-every-loss")

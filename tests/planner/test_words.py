@@ -4,11 +4,12 @@ import dataclasses
 
 import pytest
 
+from colossax.planner.searching.memory import Bytes
 from colossax.planner.searching.predicting import Prediction
 from colossax.planner.searching.seconds import Seconds
 from colossax.planner.searching.sent import Sent
 from colossax.planner.searching.smallest import rounded_up
-from colossax.planner.searching.words import room_words, spent_words, time_words, why_slower
+from colossax.planner.searching.words import SPENT, room_words, time_words, why_slower
 
 STEP = Seconds(compute=4.0, waited=0.5, beside=5.0, memory=0.2, fixed=0.1, bus=0.3, disk=0.4)
 
@@ -16,7 +17,7 @@ STEP = Seconds(compute=4.0, waited=0.5, beside=5.0, memory=0.2, fixed=0.1, bus=0
 @pytest.mark.catches("seconds-without-slowing")
 def test_what_a_step_is_made_of_sums_to_it():
     assert sum(STEP.terms.values()) == pytest.approx(STEP.total)
-    assert sum(spent_words(STEP).values()) == pytest.approx(STEP.total)
+    assert list(SPENT) == list(STEP.terms)
     assert STEP.exposed > 0 and STEP.slowed > 0
 
 
@@ -38,9 +39,8 @@ def test_what_is_sent_by_formula_is_of_a_step():
         Sent("all-to-all", ("ring",), 0.0, 1.0, True),
     )
     once = (Sent("all-gather", ("fsdp",), 7.0, 1.0, True),)
-    one = Prediction.__new__(Prediction)
-    for name, value in {"sent": sent, "sent_once": once, "microbatches": 3}.items():
-        object.__setattr__(one, name, value)
+    size = Bytes(states=1.0, gradients=0.0, kept=0.0, working=0.0)
+    one = Prediction(bytes=size, seconds=STEP, sent=sent, sent_once=once, microbatches=3)
     ((kind, axes, size, times, _),) = one.sent_in_a_step
     assert (kind, axes, size, times) == ("all-gather", ("fsdp",), 3 * 6.0 + 7.0, 3 * 2.0 + 1.0)
 

@@ -18,7 +18,7 @@ from colossax.config import (
     Segment,
 )
 from colossax.errors import PlanError
-from colossax.layerwise import cut_marked, running
+from colossax.layerwise import Marked, cut_marked, running
 from colossax.planner.counting.traced_flops import traced_flops
 from colossax.planner.deciding.trial import choosing_for
 from colossax.planner.profiling.outside import kept_bytes_of
@@ -206,12 +206,13 @@ def _traced_kinds(
     with use(step.bound), in_order(found[0]):
         shapes, before = _prepared(step, states, shapes)
         args = (*states, shapes, jax.eval_shape(lambda: jax.random.key(0)))
-        recorder, program, out = _recorded(loss, args)
+        recorder, program, marked = _recorded(loss, args)
         infos = jax.tree.leaves(step.spec.infos)
         kinds = tuple(_kind(run, infos) for run in recorder.runs)
         kept = 0.0 if kinds else _kept_of_a_row(task, step, loss, args)
-        staged = len(kinds) == 1 and kinds[0].group == 1 and not recorder.scanned
-        staged = staged and _shared(recorder, program, out, kinds[0], len(infos))
+        staged = False
+        if marked is not None and len(kinds) == 1 and kinds[0].group == 1:
+            staged = _shared(marked, kinds[0], len(infos))
     one_piece = call.whole_batch or SCALAR in terms
     scanned = [kinds[number] for number in recorder.scanned]
     layers = sum((kind.calls * kind.traced.counted_flops for kind in scanned), 0.0)
@@ -219,17 +220,25 @@ def _traced_kinds(
     return step, kinds, ends, before, one_piece, kept, staged
 
 
-def _recorded(loss: Any, args: tuple[Any, ...]) -> tuple[Recorder, Any, Any]:
-    """What layers got, the traced loss, and shapes of what that gives."""
+def _recorded(loss: Any, args: tuple[Any, ...]) -> tuple[Recorder, Any, Marked | None]:
+    """What layers got, the traced loss, and that as equations, where runs are some of them.
 
-    def traced_by(recorder: Recorder) -> tuple[Recorder, Any, Any]:
+    A loss may map, differentiate or repeat what calls layers: there all are run.
+    """
+
+    def traced_by(recorder: Recorder) -> tuple[Any, Any]:
         with running(recorder):
-            return recorder, *jax.make_jaxpr(loss, return_shape=True)(*args)
+            return jax.make_jaxpr(loss, return_shape=True)(*args)
 
+    recorder, marked = Recorder(), None
     try:
-        return traced_by(Recorder())
-    except NotImplementedError:  # it maps or differentiates what calls layers
-        return traced_by(Recorder(scans=True))
+        program, out = traced_by(recorder)
+        if recorder.calls:
+            marked = recorder.found(program, out)
+    except (NotImplementedError, PlanError):
+        recorder = Recorder(scans=True)
+        program, _ = traced_by(recorder)
+    return recorder, program, marked
 
 
 def _prepared(
@@ -238,15 +247,14 @@ def _prepared(
     """What the loss gets of a batch of these shapes, and FLOPs of making that."""
     if step.options.prepare is None:
         return dict(shapes), 0.0
-    traced_call = jax.make_jaxpr(step.prepared, return_shape=True)
-    program, prepared = traced_call(*states, dict(shapes))
+    program, prepared = jax.make_jaxpr(step.prepared, return_shape=True)(*states, dict(shapes))
     return prepared, float(traced_flops(program).flops)
 
 
-def _shared(recorder: Recorder, program: Any, out: Any, kind: LayerKind, parameters: int) -> bool:
+def _shared(marked: Marked, kind: LayerKind, parameters: int) -> bool:
     """Whether a loss can be cut at its layers, as stages have to."""
     try:
-        check_cut(cut_marked(*recorder.found(program, out)), kind.leaves, range(parameters))
+        check_cut(cut_marked(*marked), kind.leaves, range(parameters))
     except PlanError:  # then one stage has them all
         return False
     return True

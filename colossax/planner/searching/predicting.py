@@ -59,9 +59,9 @@ class Prediction:
 
     @property
     def sent_in_a_step(self) -> tuple[Sent, ...]:
-        """What a device sends, one of each kind along the same axes."""
+        """What a device sends, one of each kind along the same axes, hidden or not."""
         every = [*times(self.sent, self.microbatches), *self.sent_once]
-        return joined(one._replace(hidden=True) for one in every if one.bytes)
+        return joined(one._replace(hidden=False) for one in every if one.bytes)
 
 
 Policies = Sequence[Sequence[tuple[int, frozenset[str]]]]

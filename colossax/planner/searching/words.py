@@ -4,6 +4,18 @@ from colossax.planner.searching.seconds import Seconds
 
 _GIB = 2**30
 
+SPENT = {
+    "compute": "matmuls",
+    "waited": "collectives that matmuls wait for",
+    "exposed": "collectives beside matmuls that stick out",
+    "slowed": "matmuls slowed by collectives beside them",
+    "memory": "updates and sums of gradients",
+    "bus": "transfers to and from host memory",
+    "disk": "reads and writes of a file",
+    "fixed": "calls and microbatches, whatever their sizes",
+}
+"""What people call the terms of `Seconds`."""
+
 _TOLD = 0.1
 """Of what makes a plan slower: where another term falls by as much, that is told too."""
 
@@ -25,30 +37,17 @@ def room_words(count: float) -> str:
     return f"{count / _GIB:.1f} GiB" if count >= _GIB else size_words(count)
 
 
-def spent_words(seconds: Seconds) -> dict[str, float]:
-    """What a step's seconds are made of, as people call it; their sum is the step's."""
-    return {
-        "matmuls": seconds.compute,
-        "collectives that matmuls wait for": seconds.waited,
-        "collectives beside matmuls that stick out": seconds.exposed,
-        "matmuls slowed by collectives beside them": seconds.slowed,
-        "updates and sums of gradients": seconds.memory,
-        "transfers to and from host memory": seconds.bus,
-        "reads and writes of a file": seconds.disk,
-        "calls and microbatches, whatever their sizes": seconds.fixed,
-    }
-
-
 def why_slower(one: Seconds, first: Seconds) -> str:
     """What makes a plan slower than the first, and what it has less of."""
-    own, others = spent_words(one), spent_words(first)
+    own, others = one.terms, first.terms
     more = {name: own[name] - others[name] for name in own}
     most, least = max(more, key=lambda name: more[name]), min(more, key=lambda name: more[name])
     slower = f"{one.total / first.total - 1:.1%} slower"
     if more[most] <= 0:
         return slower
-    told = f"{time_words(own[most])} of {most}, where the first has {time_words(others[most])}"
+    has = time_words(others[most])
+    told = f"{time_words(own[most])} of {SPENT[most]}, where the first has {has}"
     though = ""
     if -more[least] >= _TOLD * more[most]:
-        though = f", though {time_words(-more[least])} less of {least}"
+        though = f", though {time_words(-more[least])} less of {SPENT[least]}"
     return f"{slower}: {told}{though}"

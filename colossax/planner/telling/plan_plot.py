@@ -10,7 +10,7 @@ from matplotlib.ticker import MaxNLocator
 
 from colossax.planner.counting.inspection_plot import stack_bars
 from colossax.planner.searching.planned import Answer, Planned
-from colossax.planner.searching.words import size_words, spent_words, time_words
+from colossax.planner.searching.words import SPENT, size_words, time_words
 from colossax.planner.telling.time_line import TimeLine, time_line
 
 _GIB = 2**30
@@ -124,6 +124,5 @@ def _memory(answer: Answer) -> Mapping[str, list[float]]:
 
 def _seconds(plans: Sequence[Planned]) -> Mapping[str, list[float]]:
     """By what they are spent on, as far as any plan spends any."""
-    every = [spent_words(one.seconds) for one in plans]
-    spent = {name: [each[name] for each in every] for name in every[0]}
+    spent = {name: [one.seconds.terms[term] for one in plans] for term, name in SPENT.items()}
     return {name: each for name, each in spent.items() if any(each)}

@@ -8,7 +8,7 @@ from colossax.planner.searching.island_layouts import IslandPrediction
 from colossax.planner.searching.planned import Answer, Planned
 from colossax.planner.searching.search import told
 from colossax.planner.searching.seconds import Seconds
-from colossax.planner.searching.words import room_words, size_words, spent_words, time_words
+from colossax.planner.searching.words import SPENT, room_words, size_words, time_words
 from colossax.planner.telling.columns import columns
 
 _MOST = 5
@@ -75,8 +75,8 @@ def _device(one: Planned, room: float) -> str:
 def _spent(seconds: Seconds) -> str:
     """What a step's seconds are made of, and what of its collectives is hidden."""
     parts = [
-        f"{time_words(spent)} of {name}{_RATE if name.endswith('file') else ''}"
-        for name, spent in spent_words(seconds).items()
+        f"{time_words(spent)} of {SPENT[term]}{_RATE if term == 'disk' else ''}"
+        for term, spent in seconds.terms.items()
         if spent >= _SHOWN * seconds.total
     ]
     hidden = seconds.beside - seconds.exposed

@@ -5,8 +5,6 @@ from colossax.planner.serving.planned import PlannedServing, ServingAnswer
 from colossax.planner.telling.columns import columns
 from colossax.planner.telling.plans import mesh_words
 
-_GIB = 2**30
-
 
 def describe_serving(title: str, answer: ServingAnswer, out: str | None) -> str:
     """The plans for people: the first in words, then a table."""
@@ -54,7 +52,7 @@ def found_serving_words(answer: ServingAnswer) -> str:
 
 
 def _memory(one: PlannedServing, room: float) -> str:
-    told = f"of {room / _GIB:.1f} GiB that an engine may take"
+    told = f"of {room_words(room)} that an engine may take"
     if one.found is None:
         terms = vars(one.candidate.bytes)
         head = f"{size_words(one.total_bytes)} by formula, not compiled, {told}"
