@@ -17,7 +17,14 @@ from colossax.planner.telling import describe_plans
 from colossax.recipes import OwnTask, any_recipe, recipe_from_file
 from colossax.tasks import TrainConfig
 
-_SEARCHED = ("plan.mesh", "plan.rules", "plan.batch", "plan.segments", "plan.pipeline")
+_SEARCHED = (
+    "plan.mesh",
+    "plan.preset",
+    "plan.rules",
+    "plan.batch",
+    "plan.segments",
+    "plan.pipeline",
+)
 """Settings that a search finds, whatever is given."""
 
 
