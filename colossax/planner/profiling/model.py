@@ -126,8 +126,8 @@ def profile_task(task: Task, plan: Plan, target: Target) -> ModelProfile:
     Raises:
         PlanError: Layers are those of several models.
 
-    Cost: about a second for any size, two of a mixture; nothing is compiled or allocated. Of a task
-    that does not say its FLOPs layers are traced once more, with attention written out.
+    Cost: about a second for any size, one to three of a mixture; nothing is compiled or allocated.
+    Of a task that does not say its FLOPs layers are traced once more, with attention written out.
     """
     dims = batch_dims(dict(task.shapes), task.options.batch_dims)
     one_row = _with_rows(task, dims, 1)
