@@ -55,6 +55,13 @@ def test_a_cost_is_a_cases_own_or_its_share_of_the_functions():
     assert COSTS.of(Item("tests/a/test_a.py::test_both[cheap]", pytest.mark.slow)) == 5.0
 
 
+def test_a_case_of_a_sweep_that_nobody_measured_costs_as_such_cases_do():
+    assert COSTS.of(Item("tests/a/test_a.py::test_unlisted", pytest.mark.sweep)) == 3.5
+    sweep = [Item(f"tests/c/test_{n}.py::test_{n}", pytest.mark.sweep) for n in range(20)]
+    sweep.append(Item("tests/a/test_a.py::test_both[dear]", pytest.mark.sweep))
+    assert sorted(len(part(sweep, COSTS, n, 3)) for n in (1, 2, 3)) == [7, 7, 7]
+
+
 def test_the_core_is_what_is_cheap_sentinels_and_one_test_of_every_file():
     assert names(core(ITEMS, COSTS)) == [
         "test_both[cheap]",

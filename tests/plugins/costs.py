@@ -24,6 +24,11 @@ SLOW_S = 5.0
 """What the mark `slow` stands for at least. The first test that needs a shared fixture pays for it,
 so the others of a dear one look cheap, and have to carry the mark."""
 
+UNLISTED_S = {"quick": 0.05}
+ELSEWHERE_S = 3.5
+"""What an unlisted case costs: in a lane whose list is renewed before each landing next to nothing,
+in the others as much as the 935 of a part of the sweep did (3.4 seconds each)."""
+
 SMALL_S = 0.5
 """Functions whose cheap cases take less than this together are not listed."""
 
@@ -50,14 +55,16 @@ class Costs:
         return cls(json.loads(FILE.read_text(encoding="utf-8")) if FILE.exists() else {})
 
     def of(self, item):
-        """Seconds of one test; what is not listed costs next to nothing."""
+        """Seconds of one test, listed or by what such tests cost."""
         slow = item.get_closest_marker("slow") is not None
         return max(self._listed(item), SLOW_S if slow else 0.0)
 
     def _listed(self, item):
         file, _, name = item.nodeid.partition("::")
-        listed = self.listed.get(lane_of(item), {}).get(file, {})
-        found = listed.get(name, listed.get(function_of(name), 0.05))
+        lane = lane_of(item)
+        listed = self.listed.get(lane, {}).get(file, {})
+        unlisted = UNLISTED_S.get(lane, ELSEWHERE_S)
+        found = listed.get(name, listed.get(function_of(name), unlisted))
         return found[1] / found[0] if isinstance(found, list) else found
 
     def is_dear(self, item):
