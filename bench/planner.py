@@ -86,6 +86,7 @@ CASES = (
     Case("llama3_8b", NODE, {"fsdp": 4, "ring": 2}),
     Case("llama3_8b", NODE, {"fsdp": 2, "ulysses": 4}),
     Case("llama3_8b", NODE, {"fsdp": 2, "ring": 2, "ulysses": 2}, "qkv+attention"),
+    Case("llama3_8b", NODE, {"fsdp": 2, "ulysses": 4}, "attention"),
     Case("llama3_8b", EIGHT, {"fsdp": 64}),
     Case("llama3_8b", EIGHT, {"fsdp": 64}, "mlp"),
     Case("llama3_8b", EIGHT, {"fsdp": 64}, chunks=1),

@@ -1,5 +1,6 @@
 """Stages in the search: schedules in closed form, bounds that leave out nothing, compiled plans."""
 
+import collections
 import dataclasses
 import itertools
 import json
@@ -144,18 +145,26 @@ CASES = (
     ({"stage": 4, "fsdp": 2}, "full", 16, {"gather": "step"}),
     ({"stage": 2, "data": 4}, "full", 8, {}),
     ({"stage": 8}, "full", 16, {}),
+    ({"stage": 2, "fsdp": 2, "ring": 2}, "full", 8, {}),
+    ({"fsdp": 2, "ring": 2, "ulysses": 2}, "qkv+attention", 1, {}),
+    ({"fsdp": 2, "ulysses": 4}, "attention", 1, {}),
+    ({"fsdp": 4, "ring": 2}, "full", 1, {}),
 )
 
 
 @pytest.mark.catches("head-of-stages-as-without")
 @pytest.mark.catches("stages-gather-once-for-nothing")
 @pytest.mark.catches("whole-gradients-are-shared")
+@pytest.mark.catches("what-is-kept-was-exchanged")
+@pytest.mark.catches("each-microbatch-is-looked-up-once")
+@pytest.mark.catches("rows-are-exchanged-at-once")
 @pytest.mark.parametrize(("mesh", "remat", "microbatches", "pipeline"), CASES)
 def test_formulas_are_as_far_off_as_the_benchmark_says(llama, mesh, remat, microbatches, pipeline):
     """Against what bench/planner.py kept of compiled programs."""
     name = "zero1" if "data" in mesh else "zero3"
     words = ["llama3_8b", "h100:1x8", " ".join(f"{axis}={n}" for axis, n in mesh.items()), name]
-    words += [remat, "rows 1", "chunks 8", f"accumulation {microbatches}"]
+    words += [remat, "rows 1", "chunks 8"]
+    words += [f"accumulation {microbatches}"] * (microbatches > 1)
     words += [f"{pipeline.get('chunks')} chunks of a stage"] * ("chunks" in pipeline)
     words += ["gathered once a step"] * ("gather" in pipeline)
     known = json.loads((RESULTS / "planner.json").read_text("utf-8"))["cases"]
@@ -172,13 +181,21 @@ def test_formulas_are_as_far_off_as_the_benchmark_says(llama, mesh, remat, micro
     )
     rows = microbatches * mesh.get("fsdp", 1) * mesh.get("data", 1)
     said = predict(dataclasses.replace(profile, rows=rows), plan, NODE)
-    assert said.bytes.total == pytest.approx(truth["bytes"], rel=0.01)
+    assert said.bytes.total == pytest.approx(truth["bytes"], rel=0.03 if "ring" in mesh else 0.01)
     saved = sum(size for term, size in truth["terms"].items() if term.startswith("saved"))
     if not pipeline.get("gather"):
         assert said.bytes.kept == pytest.approx(saved, rel=0.01)
-    sent = sum(said.microbatches * one.bytes for one in said.sent)
-    sent += sum(one.bytes for one in said.sent_once)
-    assert sent == pytest.approx(sum(truth["sent"].values()), rel=0.005)
+    sent, compiled = collections.Counter(), collections.Counter()
+    for one in said.sent:
+        sent[one.kind] += said.microbatches * one.bytes
+    for one in said.sent_once:
+        sent[one.kind] += one.bytes
+    for where, size in truth["sent"].items():
+        compiled[where.partition(" ")[0]] += size
+    assert sent.total() == pytest.approx(compiled.total(), rel=0.005)
+    for kind, size in compiled.items():
+        if size > 2e-3 * compiled.total():
+            assert sent[kind] == pytest.approx(size, rel=0.02), kind
 
 
 @pytest.mark.slow

@@ -202,7 +202,9 @@ class OnMesh:
                 kept += count * own
                 named += count * (own - inputs)
                 compute += count * self.compute(number, names, tokens)
-        layers, ends = tokens_sent(self.profile, self.parts, self._widths, tokens, policies)
+        lookups = self.stages.lookups(microbatches)
+        given = self.profile, self.parts, self._widths, tokens, policies, lookups
+        layers, ends = tokens_sent(*given)
         gathered, once = self._weights_sent(microbatches)
         sent = (
             *times(layers, runs),

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from colossax.config import RING_AXES, MeshAxis
+from colossax.config import RING_AXES, SEQUENCE_AXES, MeshAxis
 from colossax.planner.profiling import LayerKind, Map, ModelProfile
 from colossax.planner.searching.experts import experts_sent
 from colossax.planner.searching.parts import Parts
@@ -87,6 +87,7 @@ def tokens_sent(
     split: Sequence[Widths],
     tokens: Tokens,
     kept: Sequence[Sequence[tuple[int, frozenset[str]]]],
+    lookups: float = 1.0,
 ) -> tuple[tuple[Sent, ...], tuple[Sent, ...]]:
     """What a device sends for its tokens in a microbatch: in layers, and beside them.
 
@@ -96,12 +97,13 @@ def tokens_sent(
         split: Of each kind of layer, see `widths`.
         tokens: Of the microbatch.
         kept: Of each kind of layer, how many keep which names.
+        lookups: How often its tokens are looked up; see `Stages.lookups`.
     """
     found: list[Sent] = []
     for kind, runs, wide in zip(profile.kinds, kept, split, strict=True):
         for count, names in runs:
             found += times(layer_sent(profile, parts, kind, wide, tokens, names), count)
-    return joined(found), joined(_ends(profile, parts, tokens))
+    return joined(found), joined(_ends(profile, parts, tokens, lookups))
 
 
 def layer_sent(
@@ -256,15 +258,14 @@ def _attention(parts: Parts, kind: LayerKind, inside: float, kept: frozenset[str
             )
         )
     if ulysses > 1:
+        # What layers keep by name is not what was exchanged: it is exchanged again for backward.
         moved = (ulysses - 1) / ulysses * inside * size * 2 * (heads + repeated)
         axis = (MeshAxis.ULYSSES.value,)
-        found.append(
-            sent_along("all-to-all", axis, moved * (2 + again) * wide, 4 * (2 + again), False)
-        )
+        found.append(sent_along("all-to-all", axis, 3 * moved * wide, 3 * 4, False))
     return found
 
 
-def _ends(profile: ModelProfile, parts: Parts, tokens: Tokens) -> list[Sent]:
+def _ends(profile: ModelProfile, parts: Parts, tokens: Tokens, lookups: float) -> list[Sent]:
     """Rows of tables, and what stands behind the layers."""
     found = []
     once, stages = parts.bound.plan.batch.reduce_once, parts.size((MeshAxis.STAGE.value,))
@@ -275,12 +276,18 @@ def _ends(profile: ModelProfile, parts: Parts, tokens: Tokens) -> list[Sent]:
             continue
         for role in ("params",) if once else ("params", "gradients"):
             split = parts.axes(role, info.dims, info.shape)
-            axes = tuple(axis for axis in split if axis in parts.split)
-            if (n := parts.size(axes)) > 1:
-                # Each stage has a part of the width.
-                width = info.shape[-1] / (stages if MeshAxis.STAGE in split else 1)
-                moved = (n - 1) / n * tokens.held * width * wide
-                found.append(sent_along("all-to-all", axes, moved, 1, False))
+            # Each stage has a part of the width.
+            width = info.shape[-1] / (stages if MeshAxis.STAGE in split else 1)
+            for in_sequence in (False, True):
+                # Rows are exchanged along a batch's dims one after the other.
+                axes = tuple(
+                    axis
+                    for axis in split
+                    if axis in parts.split and (axis in SEQUENCE_AXES) == in_sequence
+                )
+                if (n := parts.size(axes)) > 1:
+                    moved = lookups * (n - 1) / n * tokens.held * width * wide
+                    found.append(sent_along("all-to-all", axes, moved, lookups, False))
     t = parts.size((MeshAxis.TENSOR.value,))
     if t > 1 and profile.kinds:
         width = profile.kinds[0].traced.kept[0].shape[-1]

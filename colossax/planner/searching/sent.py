@@ -23,7 +23,9 @@ class Sent(NamedTuple):
     hidden: bool
 
 
-def sent_along(kind: str, axes: Sequence[str], size: float, times: int, hidden: bool) -> Sent:
+def sent_along(
+    kind: str, axes: Sequence[str], size: float, times: int | float, hidden: bool
+) -> Sent:
     """One, of whatever numbers."""
     return Sent(kind=kind, axes=tuple(axes), bytes=float(size), times=float(times), hidden=hidden)
 

@@ -54,6 +54,11 @@ class Stages:
         """Runs for each chunk and microbatch: 1 without a bubble."""
         return self.runs(microbatches) / (microbatches * self.chunks)
 
+    def lookups(self, microbatches: int) -> float:
+        """How often a microbatch's tokens are looked up in a table: once, or in every run where
+        stages have several chunks."""
+        return 1.0 if self.chunks == 1 else self.runs(microbatches) / microbatches
+
     def slots(self, microbatches: int) -> int:
         """Chunks of microbatches for which each device has room, until their backward pass."""
         if self.count == 1:
@@ -106,7 +111,7 @@ def stages_sent(
     held, inside = tokens.held * wide, tokens.inside * wide
     part, axes = (stages.count - 1) / stages.count, (STAGE,)
     runs = stages.runs(microbatches) / microbatches
-    looked_up = 1.0 if stages.chunks == 1 else runs
+    looked_up = stages.lookups(microbatches)
     found = [
         Sent("collective-permute", axes, 2 * runs * held, 2 * runs, False),
         Sent("collective-broadcast", axes, (1 + looked_up) * held, 1 + looked_up, False),
