@@ -102,7 +102,7 @@ NAMES = {
         "Totals Traffic Transfer TransferTotals assert_collectives checkpoint_stacks collectives "
         "compile_program device_bytes exchanging exposed_collectives exposed_transfers "
         "full_rematerialisations full_stack_copies gpu_keys hops host_arguments host_arithmetic "
-        "host_bytes host_compute host_copies kernel_reports memory_report "
+        "host_bytes host_compute host_copies kernel_reports kernels_anew memory_report "
         "parse_module parse_target sync_transfers_in_loops target_devices totals traffic "
         "transfer_totals transfers unexpected_collectives"
     ),

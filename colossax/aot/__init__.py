@@ -14,6 +14,7 @@ from .compile import target_devices as target_devices
 from .hlo import Module as Module
 from .hlo import parse_module as parse_module
 from .host_arithmetic import host_arithmetic as host_arithmetic
+from .kept_kernels import kernels_anew as kernels_anew
 from .kernels import KernelReport as KernelReport
 from .kernels import kernel_reports as kernel_reports
 from .lints import exposed_collectives as exposed_collectives

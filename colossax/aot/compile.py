@@ -1,5 +1,6 @@
 """Programs compiled for GPUs that are not there, and what the compiler says about them."""
 
+import contextlib
 import dataclasses
 import tempfile
 import time
@@ -9,6 +10,7 @@ from typing import Any
 
 import jax
 
+from colossax.aot.kept_kernels import kept_kernels
 from colossax.aot.targets import Gpu, Island, Target
 from colossax.compat import PluginMissing, topology_devices
 from colossax.errors import InputError
@@ -111,12 +113,16 @@ def target_devices(target: Target) -> list[jax.Device]:
             ) from problem
 
 
-def compile_program(lowered: Any, *, options: Mapping[str, Any] | None = None) -> Program:
+def compile_program(
+    lowered: Any, *, options: Mapping[str, Any] | None = None, target: Target | None = None
+) -> Program:
     """Compile what was lowered for `target_devices`.
 
     Args:
         lowered: Result of `jax.jit(...).lower(...)`.
         options: Compiler options besides.
+        target: What it was lowered for. Of one island kernels are kept, and those of earlier
+            programs taken (`kept_kernels`); else all is compiled.
 
     Raises:
         ValueError: The compiler left out a text that the counters read.
@@ -125,7 +131,7 @@ def compile_program(lowered: Any, *, options: Mapping[str, Any] | None = None) -
         dump = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True, "xla_dump_hlo_pass_re": ""}
         with captured_stderr() as messages:
             started = time.perf_counter()
-            compiled = lowered.compile(compiler_options={**(options or {}), **dump})
+            compiled = _compiled(lowered, {**(options or {}), **dump}, target, Path(folder))
             seconds = time.perf_counter() - started
         texts = {name: _dumped(Path(folder), ending) for name, ending in _DUMPS.items()}
     return Program(
@@ -135,6 +141,15 @@ def compile_program(lowered: Any, *, options: Mapping[str, Any] | None = None) -
         compile_s=seconds,
         out_shardings=compiled.output_shardings,
     )
+
+
+def _compiled(lowered: Any, options: Mapping[str, Any], target: Target | None, folder: Path) -> Any:
+    """By kept kernels where there may be some; without where the compiler cannot read them."""
+    if target is not None and not target.mixed:
+        kernels = kept_kernels(target.gpu, folder)
+        with contextlib.suppress(jax.errors.JaxRuntimeError), kernels as kept:
+            return lowered.compile(compiler_options={**options, **kept})
+    return lowered.compile(compiler_options=options)
 
 
 def _devices(island: Island) -> list[jax.Device]:

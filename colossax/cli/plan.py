@@ -1,11 +1,12 @@
 """`colossax plan`."""
 
 import argparse
+import contextlib
 import json
 
 import jax
 
-from colossax.aot import parse_target
+from colossax.aot import kernels_anew, parse_target
 from colossax.cli.output import put, tell
 from colossax.cli.overrides import Override, apply_overrides
 from colossax.cli.recipes import run_as_asked
@@ -35,7 +36,8 @@ def run(_verb: str, args: argparse.Namespace, overrides: list[Override]) -> int:
     check_serving(args)
     out, plot = file_to_write(args.out, "--out"), file_to_write(args.plot, "--plot")
     if args.serve:
-        return run_serving(args, overrides, _given(args), out)
+        with kernels_anew() if args.no_cache else contextlib.nullcontext():
+            return run_serving(args, overrides, _given(args), out)
     asked = asked_of(args.pin, args.forbid, args.allow)
     if args.target is not None:  # before a task is built
         parse_target(args.target, network=args.network, between=args.between)

@@ -1,6 +1,8 @@
 """What was compiled once: read where all that decides it is the same, and nowhere else."""
 
 import dataclasses
+import types
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -9,9 +11,11 @@ import pytest
 from flax import nnx
 
 from colossax.aot import parse_target
+from colossax.aot.kept_kernels import kept_kernels
 from colossax.config import Plan
 from colossax.planner.profiling import profile_task
 from colossax.planner.searching import Subject, kept, plan_run, planned, predict, verifying
+from colossax.planner.searching.verifying import compiled
 from colossax.recipes import recipe
 from colossax.tasks import Task, task_of
 from tests.cases import quick_first
@@ -23,9 +27,11 @@ class Compiler:
     """Stands for compilations: formulas, with more beside."""
 
     def __init__(self, profile):
-        self.profile, self.plans = profile, []
+        self.profile, self.plans, self.kernels = profile, [], []
 
     def __call__(self, subject, plans, target, processes):
+        with kept_kernels(target.gpu, Path("/nowhere")) as options:
+            self.kernels.append(bool(options))
         return [self.one(plan, target) for plan in plans]
 
     def one(self, plan, target):
@@ -78,15 +84,37 @@ def test_a_second_search_compiles_nothing_and_says_the_same(tiny):
 
 
 @pytest.mark.catches("fresh-is-read")
+@pytest.mark.catches("fresh-takes-kernels")
 def test_fresh_searches_neither_read_nor_keep(tiny):
     config, compiler, folder = tiny
     first, _ = ask(config, fresh=True)
     assert not folder.exists()
+    assert not any(compiler.kernels)
+    compiler.kernels.clear()
     ask(config)
+    assert all(compiler.kernels)
+    compiler.kernels.clear()
     count = len(compiler.plans)
     second, _ = ask(config, fresh=True)
     assert len(compiler.plans) - count == count // 2
     assert second.compiled == first.compiled > 0
+    assert not any(compiler.kernels)
+
+
+@pytest.mark.catches("fresh-children-take-kernels")
+@pytest.mark.parametrize("fresh", [False, True])
+def test_children_of_fresh_searches_have_a_cache_folder_of_their_own(fresh, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLOSSAX_CACHE", str(tmp_path))
+    folders, config = [], recipe("llama_tiny")
+
+    def run(words, env, **_):
+        folders.append(env["COLOSSAX_CACHE"])
+        return types.SimpleNamespace(returncode=0, stdout="{}", stderr="")
+
+    monkeypatch.setattr(verifying.subprocess, "run", run)
+    plans = [config.plan.replace(mesh={axis: 2}) for axis in ("data", "fsdp")]
+    compiled(Subject.of(config, fresh=fresh), plans, TARGET, processes=2)
+    assert [folder == str(tmp_path) for folder in folders] == [not fresh] * 2
 
 
 DAMAGED = (

@@ -72,17 +72,16 @@ def test_a_plan_is_found_and_no_slower_than_what_people_would_try_first(name, si
 
 
 class Mixer(nnx.Module):
-    """Plain Flax, its layers a list."""
+    """Plain Flax, its layers in lists."""
 
     def __init__(self, rngs: nnx.Rngs):
         self.words = nnx.Embed(1024, 256, rngs=rngs)
-        self.layers = nnx.List(
-            [(nnx.Linear(256, 1024, rngs=rngs), nnx.Linear(1024, 256, rngs=rngs)) for _ in range(3)]
-        )
+        self.ups = nnx.List([nnx.Linear(256, 1024, rngs=rngs) for _ in range(3)])
+        self.downs = nnx.List([nnx.Linear(1024, 256, rngs=rngs) for _ in range(3)])
 
     def __call__(self, words):
         x = self.words(words)
-        for up, down in self.layers:
+        for up, down in zip(self.ups, self.downs, strict=True):
             x = x + down(nnx.gelu(up(x)))
         return self.words.attend(x)
 

@@ -58,7 +58,7 @@ def compiled_task(task: Task, plan: Plan, target: Target) -> tuple[Step, Program
             " wanted here; leave the cuts out, or inspect the run (inspect_task)"
         )
     step, traced, lowered = lowered_task(task, settled, target)
-    program = compile_program(lowered, options=compiler_options(step.bound))
+    program = compile_program(lowered, options=compiler_options(step.bound), target=target)
     return step, program, traced.jaxpr
 
 

@@ -67,7 +67,7 @@ def counted_stages(task: Task, plan: Plan, target: Target) -> tuple[Step, Progra
     settled = settle_task_for_target(task, plan, target)
     with choosing_for(target):
         step = task_step(task, settled, island_devices(settled.plan, target))
-        programs = compiled_programs(step, task)
+        programs = compiled_programs(step, task, target)
     return step, programs_cost(step, task, programs, target)
 
 
@@ -89,7 +89,7 @@ def check_counted_stages(plan: Plan, target: Target) -> None:
         )
 
 
-def compiled_programs(step: Step, task: Task) -> Rehearsed:
+def compiled_programs(step: Step, task: Task, target: Target) -> Rehearsed:
     """The programs of all stages, compiled for the devices that the step was built for.
 
     Those may be of several kinds, if each stage has devices of one.
@@ -97,13 +97,14 @@ def compiled_programs(step: Step, task: Task) -> Rehearsed:
     Args:
         step: Whose stages have programs of their own.
         task: Its batch's shapes.
+        target: Those devices.
 
     Cost: compiles each program once that differs from the others; no more for more microbatches.
     """
     options = compiler_options(step.bound)
 
     def compile(_: int, lowered: Any) -> Program:
-        return compile_program(lowered, options=options)
+        return compile_program(lowered, options=options, target=target)
 
     return rehearsed(step, step.abstract_batch(task.shapes), compile)
 

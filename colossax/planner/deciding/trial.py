@@ -84,7 +84,7 @@ class Trial:
         """What the compiler says it needs."""
         if self.target is not None:
             options = compiler_options(self.step.bound)
-            stats = compile_program(self.lowered, options=options).stats
+            stats = compile_program(self.lowered, options=options, target=self.target).stats
         else:
             stats = self.lowered.compile().memory_analysis()
         device, host = device_bytes(stats), host_bytes(stats)

@@ -1,8 +1,10 @@
 """The truth about a few plans: compiled for their target, in processes of their own."""
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -10,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from colossax.aot import Target
+from colossax.aot import Target, kernels_anew
 from colossax.config import Plan
 from colossax.errors import InputError, PlanError
 from colossax.planner.counting.compiled import usable_bytes
@@ -63,7 +65,8 @@ def compiled(
     entries = [_entry(subject, plan, target) for plan in plans]
     found = [None if entry is None else kept(entry) for entry in entries]
     new = [plan for plan, one in zip(plans, found, strict=True) if one is None]
-    compiled_now = iter(_compiled(subject, new, target, processes))
+    with kernels_anew() if subject.fresh else contextlib.nullcontext():
+        compiled_now = iter(_compiled(subject, new, target, processes))
     answers: list[Compiled] = []
     for entry, one in zip(entries, found, strict=True):
         if one is not None:
@@ -92,7 +95,7 @@ def _compiled(
         return [_here(subject.task, plan, target) for plan in plans]
     configs = [subject.config.replace(plan=plan) for plan in plans]
     with concurrent.futures.ThreadPoolExecutor(processes) as pool:
-        return list(pool.map(lambda config: _apart(config, target), configs))
+        return list(pool.map(lambda config: _apart(config, target, subject.fresh), configs))
 
 
 def _here(task: Task, plan: Plan, target: Target) -> Compiled:
@@ -102,7 +105,7 @@ def _here(task: Task, plan: Plan, target: Target) -> Compiled:
         return {"refused": str(problem)}
 
 
-def _apart(config: TrainConfig, target: Target) -> Compiled:
+def _apart(config: TrainConfig, target: Target, fresh: bool) -> Compiled:
     """In a process of its own, which is told the run in a file."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "run.json"
@@ -112,7 +115,10 @@ def _apart(config: TrainConfig, target: Target) -> Compiled:
         for network in {each.network.name for each in target.islands if not each.named}:
             words += ["--network", network]
         done = subprocess.run(
-            [sys.executable, "-m", "colossax", *words], capture_output=True, text=True
+            [sys.executable, "-m", "colossax", *words],
+            capture_output=True,
+            text=True,
+            env={**os.environ, **({"COLOSSAX_CACHE": folder} if fresh else {})},
         )
     if done.returncode == 0:
         return json.loads(done.stdout)

@@ -89,7 +89,8 @@ def compiled_serving(
             return _of_stages(StagedSteps(spec, bound, sizes), params, one, target)
         program = EngineProgram(spec, bound, sizes)
         mixed, decode = (
-            compile_program(program.lowered(kind, params)) for kind in ("mixed", "decode")
+            compile_program(program.lowered(kind, params), target=target)
+            for kind in ("mixed", "decode")
         )
     return CompiledServing(
         weights=_bytes(jax.tree.leaves(params)),
@@ -139,7 +140,7 @@ def _of_stages(
     """Of the fullest stage; all engines have a cache there, and one of them runs a step."""
     engines = min(len(program.stages), one.seats)
     steps = {
-        kind: [compile_program(each) for each in program.lowered(kind, params)]
+        kind: [compile_program(each, target=target) for each in program.lowered(kind, params)]
         for kind in ("mixed", "decode")
     }
     found = []
