@@ -111,7 +111,7 @@ class _Proving:
     ):
         self._subject, self._profile, self._plan, self._target = subject, profile, plan, target
         self._rooms, self._tell = rooms, tell
-        self._workers = processes or min((os.cpu_count() or 1) + 1, 8)
+        self._workers = processes or min(os.cpu_count() or 1, 8)
         self.proved: list[tuple[Planned, Layout]] = []
         self.compiled = self.tried = 0
         self.refusal = ""

@@ -183,8 +183,7 @@ def plan_run(
             none of it.
         disk_gb: Likewise of a file in which layers' optimizer state may lie, beside `host_gb`;
             default none.
-        processes: That compile at once; default one more than processors here: three in turn on two
-            would leave one idle for long.
+        processes: That compile at once; default the processors here.
         rates: That were measured; default what is assumed of the target.
         tell: Called with lines of progress.
 
@@ -249,7 +248,7 @@ def plan_run(
             for one in found.candidates[:top]
         ]
         return answer_of(plans, found.scored, 0, room, measured)
-    workers = processes or min((os.cpu_count() or 1) + 1, 8)
+    workers = processes or min(os.cpu_count() or 1, 8)
     proving = _Proving(subject, profile, target, room, tiers, workers, tell, known)
     waiting = list(found.candidates)
     least = found.smallest
