@@ -84,7 +84,8 @@ def balanced_placement(
             f" {-(-experts // devices)} slots or more"
         )
     each, here = experts // groups, devices // nodes
-    of_group = np.asarray(loads, float).reshape(groups, each)
+    loads = np.asarray(loads, float).tolist()
+    of_group = np.asarray(loads).reshape(groups, each)
     table: list[tuple[int, ...]] = []
     for taken in packed(of_group.sum(axis=1).tolist(), nodes):
         own = [group * each + i for group in sorted(taken) for i in range(each)]
