@@ -35,6 +35,14 @@ class Requirement:
     extra: str | None
 
 
+def version_of(package: str) -> str:
+    """The version that is installed; empty where none is."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
 def version_tuple(text: str) -> tuple[int, ...]:
     """`"0.12.0.1rc1"` as (0, 12, 0, 1)."""
     return tuple(int(re.match(r"\d*", part).group() or 0) for part in text.split(".")[:4])  # type: ignore[union-attr]

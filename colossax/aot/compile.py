@@ -1,6 +1,5 @@
 """Programs compiled for GPUs that are not there, and what the compiler says about them."""
 
-import contextlib
 import dataclasses
 import tempfile
 import time
@@ -10,7 +9,7 @@ from typing import Any
 
 import jax
 
-from colossax.aot.kept_kernels import kept_kernels
+from colossax.aot.kept_kernels import forget_kernels, kept_kernels
 from colossax.aot.targets import Gpu, Island, Target
 from colossax.compat import PluginMissing, topology_devices
 from colossax.errors import InputError
@@ -145,11 +144,15 @@ def compile_program(
 
 def _compiled(lowered: Any, options: Mapping[str, Any], target: Target | None, folder: Path) -> Any:
     """By kept kernels where there may be some; without where the compiler cannot read them."""
-    if target is not None and not target.mixed:
-        kernels = kept_kernels(target.gpu, folder)
-        with contextlib.suppress(jax.errors.JaxRuntimeError), kernels as kept:
+    if target is None or target.mixed:
+        return lowered.compile(compiler_options=options)
+    try:
+        with kept_kernels(target.gpu, folder) as kept:
             return lowered.compile(compiler_options={**options, **kept})
-    return lowered.compile(compiler_options=options)
+    except jax.errors.JaxRuntimeError:
+        compiled = lowered.compile(compiler_options=options)  # raises again where kernels are right
+        forget_kernels(target.gpu)
+        return compiled
 
 
 def _devices(island: Island) -> list[jax.Device]:

@@ -6,9 +6,7 @@ of the file when it is done, so that several at once or one that is stopped do n
 """
 
 import contextlib
-import contextvars
 import hashlib
-import importlib.metadata
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -17,23 +15,29 @@ from typing import Any
 
 from colossax.aot.targets import Gpu
 from colossax.config import cache_folder
+from colossax.versions import version_of
 
 LARGEST_BYTES = 256 * 2**20
 """A file that is larger is begun anew: each compilation reads all of it."""
 
 _PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin", "jaxlib")
 
-_KEEPING = contextvars.ContextVar("colossax_keeping_kernels", default=True)
+_VARIABLE = "COLOSSAX_KEPT_KERNELS"
+"""Of the environment, which children inherit; with `none` all is compiled, and nothing kept."""
 
 
 @contextlib.contextmanager
 def kernels_anew() -> Iterator[None]:
-    """Inside, programs are compiled whole and leave nothing."""
-    token = _KEEPING.set(False)
+    """Inside, programs are compiled whole and leave nothing, those of child processes too."""
+    before = os.environ.get(_VARIABLE)
+    os.environ[_VARIABLE] = "none"
     try:
         yield
     finally:
-        _KEEPING.reset(token)
+        if before is None:
+            del os.environ[_VARIABLE]
+        else:
+            os.environ[_VARIABLE] = before
 
 
 @contextlib.contextmanager
@@ -44,9 +48,9 @@ def kept_kernels(gpu: Gpu, folder: Path) -> Iterator[Mapping[str, Any]]:
         gpu: What is compiled for.
         folder: Where the copy may lie until then.
 
-    Where nothing can be read or written, nothing is kept; with an error inside, what was kept goes.
+    Where nothing can be read or written, or an error comes from inside, nothing is kept.
     """
-    if not _KEEPING.get():
+    if os.environ.get(_VARIABLE) == "none":
         yield {}
         return
     kept, own = _file_of(gpu), folder / "kernels"
@@ -54,15 +58,10 @@ def kept_kernels(gpu: Gpu, folder: Path) -> Iterator[Mapping[str, Any]]:
         if kept.stat().st_size <= LARGEST_BYTES:
             shutil.copyfile(kept, own)
     before = own.stat().st_size if own.exists() else 0
-    try:
-        yield {
-            "xla_gpu_kernel_cache_file": str(own),
-            "xla_gpu_enable_llvm_module_compilation_parallelism": True,
-        }
-    except BaseException:
-        with contextlib.suppress(OSError):
-            kept.unlink()
-        raise
+    yield {
+        "xla_gpu_kernel_cache_file": str(own),
+        "xla_gpu_enable_llvm_module_compilation_parallelism": True,
+    }
     with contextlib.suppress(OSError):
         if own.stat().st_size != before:
             kept.parent.mkdir(parents=True, exist_ok=True)
@@ -71,15 +70,14 @@ def kept_kernels(gpu: Gpu, folder: Path) -> Iterator[Mapping[str, Any]]:
             part.replace(kept)
 
 
+def forget_kernels(gpu: Gpu) -> None:
+    """Begin the file of a GPU anew."""
+    with contextlib.suppress(OSError):
+        _file_of(gpu).unlink()
+
+
 def _file_of(gpu: Gpu) -> Path:
     """Of this GPU, and of what compiles for it."""
-    facts = [gpu.name, os.environ.get("XLA_FLAGS", ""), *map(_version, _PLUGINS)]
+    facts = [gpu.name, os.environ.get("XLA_FLAGS", ""), *map(version_of, _PLUGINS)]
     digest = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
-    return cache_folder() / "kernels" / f"{digest}.bin"
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
+    return cache_folder() / "compiled_kernels" / f"{digest}.bin"

@@ -51,7 +51,7 @@ class Lowered:
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("COLOSSAX_CACHE", str(tmp_path))
-    return tmp_path / "kernels"
+    return tmp_path / "compiled_kernels"
 
 
 @pytest.mark.catches("kernels-are-not-kept")
@@ -94,9 +94,10 @@ def test_a_program_that_does_not_compile_says_so(folder):
         def compile(self, compiler_options):
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: too large")
 
+    compile_program(Lowered("one"), target=H100)
     with pytest.raises(jax.errors.JaxRuntimeError, match="too large"):
-        compile_program(Refused("one"), target=H100)
-    assert not folder.exists()
+        compile_program(Refused("two"), target=H100)
+    assert [file.read_text() for file in folder.iterdir()] == ["one"]
 
 
 @pytest.mark.catches("kernels-grow-for-ever")

@@ -1,6 +1,7 @@
 """What was compiled once: read where all that decides it is the same, and nowhere else."""
 
 import dataclasses
+import os
 import types
 from pathlib import Path
 
@@ -101,20 +102,22 @@ def test_fresh_searches_neither_read_nor_keep(tiny):
     assert not any(compiler.kernels)
 
 
-@pytest.mark.catches("fresh-children-take-kernels")
+@pytest.mark.catches("fresh-takes-kernels")
 @pytest.mark.parametrize("fresh", [False, True])
-def test_children_of_fresh_searches_have_a_cache_folder_of_their_own(fresh, tmp_path, monkeypatch):
+def test_children_of_fresh_searches_compile_anew(fresh, tmp_path, monkeypatch):
     monkeypatch.setenv("COLOSSAX_CACHE", str(tmp_path))
-    folders, config = [], recipe("llama_tiny")
+    monkeypatch.delenv("COLOSSAX_KEPT_KERNELS", raising=False)
+    given, config = [], recipe("llama_tiny")
 
-    def run(words, env, **_):
-        folders.append(env["COLOSSAX_CACHE"])
+    def run(words, **_):
+        given.append(os.environ.get("COLOSSAX_KEPT_KERNELS"))
         return types.SimpleNamespace(returncode=0, stdout="{}", stderr="")
 
     monkeypatch.setattr(verifying.subprocess, "run", run)
     plans = [config.plan.replace(mesh={axis: 2}) for axis in ("data", "fsdp")]
     compiled(Subject.of(config, fresh=fresh), plans, TARGET, processes=2)
-    assert [folder == str(tmp_path) for folder in folders] == [not fresh] * 2
+    assert given == ["none" if fresh else None] * 2
+    assert "COLOSSAX_KEPT_KERNELS" not in os.environ
 
 
 DAMAGED = (
@@ -172,7 +175,7 @@ def test_whatever_decides_a_program_names_its_file(tiny, monkeypatch):
         patch.setattr(kept, "_source", lambda: "edited")
         names.append(entry(config))
     with monkeypatch.context() as patch:
-        patch.setattr(kept, "_version", lambda name: "another" if name == "jaxlib" else "")
+        patch.setattr(kept, "version_of", lambda name: "another" if name == "jaxlib" else "")
         names.append(entry(config))
     with monkeypatch.context() as patch:
         patch.setenv("XLA_FLAGS", "--xla_dump_to=nowhere")

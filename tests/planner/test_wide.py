@@ -1,6 +1,7 @@
 """Every kind of model on one GPU, on a node, and on up to 1,024 of one or two kinds."""
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -39,10 +40,7 @@ def holds(answer, target, rows):
     """The plans are of all devices, of the whole batch, and take what a step may at most."""
     for one in answer.plans:
         sizes = one.plan.mesh_sizes(target.size)
-        devices = 1
-        for size in sizes.values():
-            devices *= size
-        assert devices == target.size
+        assert math.prod(sizes.values()) == target.size
         said = one.candidate.predicted
         assert said.bytes.total <= usable_bytes(target)
         ways = sizes[MeshAxis.DATA] * sizes[MeshAxis.FSDP] * sizes[MeshAxis.EXPERT]
@@ -67,8 +65,6 @@ def test_a_plan_is_found_and_no_slower_than_what_people_would_try_first(name, si
     other = predict(profile, plain, target)
     if other.bytes.total <= usable_bytes(target):
         assert answer.plans[0].seconds.total <= other.seconds.total
-    else:
-        assert other.bytes.total > answer.plans[0].total_bytes
 
 
 class Mixer(nnx.Module):

@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import hashlib
-import importlib.metadata
 import json
 import os
 from collections.abc import Mapping
@@ -22,6 +21,7 @@ from colossax.planner.counting.compiled import lowered_task, settle_task_for_tar
 from colossax.sharding import compiler_options
 from colossax.tasks import Task, TrainConfig
 from colossax.tasks.config import train_config_to_json
+from colossax.versions import version_of
 
 FORMAT = 1
 """Of what is kept."""
@@ -72,7 +72,7 @@ def entry_of(task: Task, config: TrainConfig | None, plan: Plan, target: Target)
         "plan": to_json(plan),
         "target": [target.name, *networks, target.between.name],
         "source": _source(),
-        "versions": [FORMAT, *map(_version, _COMPILERS)],
+        "versions": [FORMAT, *map(version_of, _COMPILERS)],
         "cudnn": cudnn_installed(),
         "settings": [str(jax.config.values[name]) for name in _SETTINGS],
         "environment": {name: os.environ[name] for name in sorted(os.environ) if _decides(name)},
@@ -133,13 +133,6 @@ def _source() -> str:
             total.update(file.relative_to(_PACKAGE).as_posix().encode())
             total.update(hashlib.sha256(file.read_bytes()).digest())
     return total.hexdigest()
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
 
 
 def _decides(name: str) -> bool:

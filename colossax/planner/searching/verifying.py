@@ -4,7 +4,6 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -95,7 +94,7 @@ def _compiled(
         return [_here(subject.task, plan, target) for plan in plans]
     configs = [subject.config.replace(plan=plan) for plan in plans]
     with concurrent.futures.ThreadPoolExecutor(processes) as pool:
-        return list(pool.map(lambda config: _apart(config, target, subject.fresh), configs))
+        return list(pool.map(lambda config: _apart(config, target), configs))
 
 
 def _here(task: Task, plan: Plan, target: Target) -> Compiled:
@@ -105,7 +104,7 @@ def _here(task: Task, plan: Plan, target: Target) -> Compiled:
         return {"refused": str(problem)}
 
 
-def _apart(config: TrainConfig, target: Target, fresh: bool) -> Compiled:
+def _apart(config: TrainConfig, target: Target) -> Compiled:
     """In a process of its own, which is told the run in a file."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "run.json"
@@ -115,10 +114,7 @@ def _apart(config: TrainConfig, target: Target, fresh: bool) -> Compiled:
         for network in {each.network.name for each in target.islands if not each.named}:
             words += ["--network", network]
         done = subprocess.run(
-            [sys.executable, "-m", "colossax", *words],
-            capture_output=True,
-            text=True,
-            env={**os.environ, **({"COLOSSAX_CACHE": folder} if fresh else {})},
+            [sys.executable, "-m", "colossax", *words], capture_output=True, text=True
         )
     if done.returncode == 0:
         return json.loads(done.stdout)
