@@ -201,7 +201,7 @@ def links(rounds: int) -> dict[str, Any]:
     """Latency and rate of each kind of collective, by least squares over groups and sizes."""
     import numpy as np
 
-    from colossax.aot.targets import Link
+    from colossax.aot.targets import Link, hops
 
     points = [(kind, n, kib) for kind in KINDS for n in (2, 4, 8) for kib in KIB]
     seconds = in_turns([sending(*point) for point in points], rounds)
@@ -210,9 +210,9 @@ def links(rounds: int) -> dict[str, Any]:
         rows, truth = [], []
         for (one, n, kib), took in zip(points, seconds, strict=True):
             if one == kind:
-                hops = 1 if kind == "collective-permute" else n - 1
+                steps = hops(kind, n)
                 # Relative errors count, so that small messages are as good as large ones.
-                rows.append([hops / took, ring_bytes(kind, n, 1024 * kib) / took])
+                rows.append([steps / took, ring_bytes(kind, n, 1024 * kib) / took])
                 truth.append(1.0)
         latency, each = nonnegative(np.array(rows), np.array(truth))
         found[kind] = Link(name=kind, latency_s=latency, bytes_per_s=1 / max(each, 1e-15))

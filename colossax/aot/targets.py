@@ -20,8 +20,14 @@ MAX_DEVICES = 1024
 
 def hops(kind: str, group_size: int) -> int:
     """Messages that follow one another in a collective, called as XLA calls it: around a ring of
-    its group, or one to a neighbour."""
-    return 1 if kind == "collective-permute" else group_size - 1
+    its group, one to a neighbour, or up a tree and down again where all get a sum.
+
+    Source: NCCL's rings, and its double binary trees for sums among many.
+    """
+    if kind == "collective-permute":
+        return 1
+    ring = group_size - 1
+    return min(ring, 2 * math.ceil(math.log2(group_size))) if kind == "all-reduce" else ring
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

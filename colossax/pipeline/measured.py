@@ -65,8 +65,8 @@ class LayerTimes:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CollectiveRate:
-    """A kind of collective among all devices, as if around a ring: `(n - 1)` times the latency, and
-    what a device sends at the rate.
+    """A kind of collective among all devices: as many times the latency as messages follow one
+    another (`aot.hops`), and what a device sends at the rate.
 
     Attributes:
         kind: As XLA calls it.

@@ -6,6 +6,11 @@ from colossax.config import BoundPlan, MeshAxis
 from colossax.sharding.experts.overlap import CHUNK_OPTIONS
 from colossax.sharding.sequence import DOUBLE_RING_OPTIONS
 
+GPU_OPTIONS = {"xla_gpu_enable_latency_hiding_scheduler": True}
+"""Of every program for GPUs: what is sent goes beside what is computed. Left to itself XLA does so
+on Hopper and later alone, and there where it can tell the time of each collective in the program;
+an A100 waits (tests/aot/test_overlap.py)."""
+
 HOST_EXPERTS_OPTIONS = {"xla_gpu_experimental_parallel_async_compute_limit": 8}
 """The next layer's experts come, and gradients of the last one's go, beside a whole layer; with two
 at once, the default, all but two of them stop it."""
@@ -28,7 +33,9 @@ def compiler_options(bound: BoundPlan) -> dict[str, Any]:
     sizes, device = bound.mesh.shape, bound.mesh.devices.flat[0]
     gpu = device.platform in ("gpu", "cuda")
     double = sizes[MeshAxis.RING_OUT] > 1 and sizes[MeshAxis.RING_IN] > 1
-    needed = DOUBLE_RING_OPTIONS if gpu and double else {}
+    needed = dict[str, Any](GPU_OPTIONS) if gpu else {}
+    if gpu and double:
+        needed = {**needed, **DOUBLE_RING_OPTIONS}
     if gpu and bound.plan.experts.chunks != 1:
         needed = {**needed, **CHUNK_OPTIONS}
     if gpu and bound.plan.offload.experts:

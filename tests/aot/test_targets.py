@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from colossax.aot import gpu_keys, parse_target
+from colossax.aot import gpu_keys, hops, parse_target
 from colossax.errors import InputError
 
 
@@ -112,3 +112,10 @@ def test_ring_seconds_by_hand():
     assert seconds == pytest.approx(7 + 3 * 7 * link.latency_s)
     seconds = target.ring_seconds(7.0 * link.bytes_per_s, 8, 3, link, "collective-permute")
     assert seconds == pytest.approx(7 + 3 * link.latency_s, rel=1e-9)
+
+
+@pytest.mark.catches("sums-go-around")
+def test_sums_among_many_go_up_a_tree_and_down():
+    among = {2: 1, 4: 3, 8: 6, 64: 12, 256: 16, 384: 18}
+    assert {size: hops("all-reduce", size) for size in among} == among
+    assert hops("all-gather", 256) == hops("reduce-scatter", 256) == 255

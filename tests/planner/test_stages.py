@@ -154,6 +154,7 @@ CASES = (
 
 @pytest.mark.catches("head-of-stages-as-without")
 @pytest.mark.catches("stages-gather-once-for-nothing")
+@pytest.mark.catches("two-stages-send-in-vain")
 @pytest.mark.catches("whole-gradients-are-shared")
 @pytest.mark.catches("what-is-kept-was-exchanged")
 @pytest.mark.catches("each-microbatch-is-looked-up-once")

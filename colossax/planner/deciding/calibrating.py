@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from colossax.aot import hops
 from colossax.pallas.bench import Effort, time_calls
 from colossax.pipeline.measured import CollectiveRate, DeviceRates
 
@@ -64,19 +65,19 @@ def measure_collectives(
     for kind in KINDS:
         seconds = [took[f"{kind} {size}"] for size in sizes]
         sent = [_sent_bytes(kind, count, size) for size in sizes]
-        latency, rate = fitted(count - 1, sent, seconds)
+        latency, rate = fitted(hops(kind, count), sent, seconds)
         found.append(CollectiveRate(kind=kind, devices=count, latency_s=latency, bytes_per_s=rate))
     return tuple(found)
 
 
-def fitted(hops: int, sent: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
-    """Latency of a hop and bytes a second, of `seconds = hops latency + sent / rate`.
+def fitted(number: int, sent: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
+    """Latency of a hop and bytes a second, of `seconds = number latency + sent / rate`.
 
     Relative errors count, so that small messages are as good as large ones. Where a latency would
     be below zero it is zero; so is it where the rate would have no bound.
     """
     times = np.array(seconds)
-    rows = np.stack([hops / times, np.array(sent) / times], axis=1)
+    rows = np.stack([number / times, np.array(sent) / times], axis=1)
     scale = rows.max(axis=0)
     (latency, each), *_ = np.linalg.lstsq(rows / scale, np.ones(len(times)), rcond=None)
     if latency < 0 or each <= 0:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from colossax.aot import Link, Target
+from colossax.aot import Link, Target, hops
 from colossax.config import MeshAxis, Plan
 from colossax.errors import PlanError
 from colossax.planner.profiling import ModelProfile, bare
@@ -59,11 +59,13 @@ class _Every(NamedTuple):
     Attributes:
         count: Of them.
         turns: See `Stages`.
+        sends: Likewise, of each microbatch.
         slots: See `Stages`; over the share of the layers that each holds.
     """
 
     count: np.ndarray
     turns: np.ndarray
+    sends: np.ndarray
     slots: np.ndarray
 
 
@@ -176,7 +178,6 @@ class Bounds:
         return Terms(
             tokens=tokens,
             weights=self._weights(sizes, way),
-            chunks=way.chunks,
             whole=way.whole,
             once=way.once,
             left=self._left(mesh, way),
@@ -193,7 +194,7 @@ class Bounds:
         held = rows / count / one.inner
         layers = self._least((one.left - held * self._working) / each.slots / held)
         runs, several = turns * count, count > 1
-        waited = turns * (tokens.waits + tokens.calls * count + one.chunks * tokens.passed)
+        waited = turns * (tokens.waits + tokens.calls * count) + each.sends * tokens.passed
         waited = waited + tokens.ends + weights.states + one.once * several * weights.sums
         beside = turns * (tokens.beside + tokens.calls_beside * count)
         beside = beside + weights.gathers * np.where(one.whole, 1.0, 2 * runs)
@@ -241,10 +242,10 @@ class Bounds:
         along, t = mesh[MeshAxis.RING] * mesh[MeshAxis.ULYSSES], mesh[MeshAxis.TENSOR]
         tokens, count = sizes.rows * self._profile.tokens / along, mesh[MeshAxis.STAGE]
         turns, calls, passed, ends = [0.0, 0.0], [0.0, 0.0], 0.0, 0.0
-        for (axis, hidden), (sent, hops) in self._layers_sent(mesh, way).items():
+        for (axis, hidden), (sent, each) in self._layers_sent(mesh, way).items():
             link = links[axis]
             turns[hidden] += tokens / count * sent / link.bytes_per_s
-            calls[hidden] += hops / count * link.latency_s
+            calls[hidden] += each / count * link.latency_s
         held = tokens / t * self._profile.width * self._wide
         if t > 1 and self._profile.kinds:
             sent = (5 + 2 / count) * (t - 1) * held
@@ -252,8 +253,8 @@ class Bounds:
         if count > 1:
             link = links[MeshAxis.STAGE]
             passed = 2 * held / link.bytes_per_s
-            both = (count - 1) / count * (1 + 2 * t) if self._profile.vocab else 0.0
-            ends += (2 + both) * held / link.bytes_per_s
+            both = 1 + 2 * t if self._profile.vocab else 0
+            ends += (count - 1) / count * (4 + both) * held / link.bytes_per_s
         return OfTokens(turns[0], turns[1], calls[0], calls[1], passed, ends)
 
     def _layers_sent(self, mesh: Mapping[str, int], way: Way) -> LeastSent:
@@ -286,19 +287,19 @@ class Bounds:
             theirs = (1 - 1 / (data * fsdp)) / link.bytes_per_s
             sent = one * numbers + theirs * experts
             wide = self._adds if way.once else self._summed
-            sums = wide * sent + (ways - 1) * times * link.latency_s
+            sums = wide * sent + hops("all-reduce", ways) * times * link.latency_s
             return OfWeights(0.0, sums, self._at_rest * sent)
         ways = fsdp * expert
         if self._embed % (ways * along) == 0:
             ways *= along  # devices that share a sequence share storage too
         own = (1 - 1 / ways) * numbers + (1 - 1 / fsdp) * experts
         link = links[MeshAxis.FSDP if fsdp * expert > 1 else MeshAxis.RING]
-        hops = (ways - 1) * times * link.latency_s
+        latencies = hops("all-gather", ways) * times * link.latency_s
         gathers, sums = (wide * own / link.bytes_per_s for wide in (self._wide, self._summed))
         if data > 1:
             held = self._summed * (numbers / fsdp / expert / along + experts / fsdp)
             sums += 2 * (1 - 1 / data) * held / links[MeshAxis.DATA].bytes_per_s
-        return OfWeights(gathers + hops, sums + hops, 0.0)
+        return OfWeights(gathers + latencies, sums + latencies, 0.0)
 
     def _sizes(self, mesh: Mapping[str, int]) -> _Sizes:
         links, span = dict[str, Link](), 1
@@ -315,6 +316,7 @@ def _every(stages: Stages, rows: int) -> _Every:
     return _Every(
         count=np.array(counts),
         turns=np.array([stages.turns(one) for one in counts]),
+        sends=np.array([stages.sends(one) / one for one in counts]),
         slots=np.array([stages.slots(one) / stages.share for one in counts]),
     )
 

@@ -50,6 +50,11 @@ class Stages:
             return self.share + microbatches - 1
         return microbatches * self.chunks + self.count - 1
 
+    def sends(self, microbatches: int) -> int:
+        """How often each device hands a chunk's output on, and a gradient back: in every run, but
+        of two stages, which fill in one tick, XLA leaves out the one that nobody reads."""
+        return self.runs(microbatches) - (self.count == 2 and self.chunks == 1)
+
     def turns(self, microbatches: int) -> float:
         """Runs for each chunk and microbatch: 1 without a bubble."""
         return self.runs(microbatches) / (microbatches * self.chunks)
@@ -100,21 +105,21 @@ def stages_sent(
     """What goes from stage to stage, and what all of them share of the ends, on average over the
     microbatches of a step.
 
-    In every run hidden states go on, forward, and their gradients back. Of each microbatch the last
-    stage's output goes to all, and the gradient of what the head reads is summed; what is looked up
-    in a table that they share is gathered, and its gradient goes to all, of every run where stages
-    have several chunks.
+    Hidden states go on, forward, and their gradients back (`Stages.sends`). Of each microbatch the
+    last stage's output goes to all, as a sum, and the gradient of what the head reads is summed;
+    what is looked up in a table that they share is gathered, and its gradient goes to all, of every
+    run where stages have several chunks.
     """
     if stages.count == 1:
         return []
     wide = np.dtype(parts.bound.plan.precision.compute).itemsize * profile.width
     held, inside = tokens.held * wide, tokens.inside * wide
     part, axes = (stages.count - 1) / stages.count, (STAGE,)
-    runs = stages.runs(microbatches) / microbatches
+    sends = stages.sends(microbatches) / microbatches
     looked_up = stages.lookups(microbatches)
     found = [
-        Sent("collective-permute", axes, 2 * runs * held, 2 * runs, False),
-        Sent("collective-broadcast", axes, (1 + looked_up) * held, 1 + looked_up, False),
+        Sent("collective-permute", axes, 2 * sends * held, 2 * sends, False),
+        Sent("all-reduce", axes, 2 * part * (1 + looked_up) * held, 1 + looked_up, False),
     ]
     if profile.vocab:
         found += [

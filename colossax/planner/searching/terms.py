@@ -44,7 +44,7 @@ class Terms(NamedTuple):
 
     Attributes:
         tokens, weights: Sent.
-        chunks, whole, once: See `Way`.
+        whole, once: See `Way`.
         left: Bytes of a device for what layers keep.
         inner: Devices that share a row.
         updates: Seconds of them.
@@ -53,7 +53,6 @@ class Terms(NamedTuple):
 
     tokens: OfTokens
     weights: OfWeights
-    chunks: Any
     whole: Any
     once: Any
     left: Any

@@ -215,8 +215,10 @@ class _BothWays:
         def value(outer: Params, last: Any, sums: Any) -> Any:
             return stages.leave(outer, number, last, sums)
 
-        # Else the head would be gathered, and wait, while the layers go forward.
-        outer, last = jax.lax.optimization_barrier((stages.outer, last))
+        # Else the head would be gathered, and wait, while the layers go forward; and what these
+        # keep would wait for its slot while the loss is computed.
+        before = (stages.outer, last, state.kept)
+        outer, last, kept = jax.lax.optimization_barrier(before)
         differentiate = jax.value_and_grad(value, argnums=(0, 1, 2), has_aux=True)
         found, (grads, turned, dsums) = differentiate(outer, last, sums)
         # Else the head's gradient would wait to be added until the layers have gone back.
@@ -225,6 +227,7 @@ class _BothWays:
         return dataclasses.replace(
             state,
             outer=outer,
+            kept=kept,
             turned=rings.put(state.turned, tick, turned),
             dsums=rings.put(state.dsums, tick, dsums),
             sums=added(state.sums, found),

@@ -112,7 +112,9 @@ class Travel:
     def of_stage(self, tree: Any, number: int) -> Any:
         """One stage's, whole along `stage`: sent to all others.
 
-        Cost: on GPUs its bytes once, elsewhere a sum in which those of the others are 0.
+        It is a sum in which those of the others are 0. A broadcast would send its bytes once and
+        not `2 (n - 1) / n` times, but XLA does not tell how long one takes, and in a program with
+        one puts less of all that is sent beside what is computed (tests/aot/test_overlap.py).
         """
 
         def one(x: Array, spec: PartitionSpec) -> Array:
@@ -128,12 +130,5 @@ class Travel:
 
 
 def _of_stage_local(x: Array, number: int) -> Array:
-    def broadcast(x: Array) -> Array:
-        return jax.lax.pbroadcast(x, (STAGE,), number)
-
-    def summed(x: Array) -> Array:
-        mine = jax.lax.axis_index(STAGE) == number
-        return jax.lax.psum(jnp.where(mine, x, jnp.zeros_like(x)), STAGE)
-
-    # JAX has the broadcast on GPUs alone.
-    return jax.lax.platform_dependent(x, cuda=broadcast, default=summed)
+    mine = jax.lax.axis_index(STAGE) == number
+    return jax.lax.psum(jnp.where(mine, x, jnp.zeros_like(x)), STAGE)
