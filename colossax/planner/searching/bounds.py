@@ -253,8 +253,10 @@ class Bounds:
         if count > 1:
             link = links[MeshAxis.STAGE]
             passed = 2 * held / link.bytes_per_s
-            both = 1 + 2 * t if self._profile.vocab else 0
-            ends += (count - 1) / count * (4 + both) * held / link.bytes_per_s
+            part = (count - 1) / count
+            to_all = 2 if count == self._size else 4 * part
+            both = part * (1 + 2 * t) if self._profile.vocab else 0.0
+            ends += (to_all + both) * held / link.bytes_per_s
         return OfTokens(turns[0], turns[1], calls[0], calls[1], passed, ends)
 
     def _layers_sent(self, mesh: Mapping[str, int], way: Way) -> LeastSent:

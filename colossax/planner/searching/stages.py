@@ -52,7 +52,8 @@ class Stages:
 
     def sends(self, microbatches: int) -> int:
         """How often each device hands a chunk's output on, and a gradient back: in every run, but
-        of two stages, which fill in one tick, XLA leaves out the one that nobody reads."""
+        of two stages, which fill in one tick, XLA leaves out the one that nobody reads. (Where
+        there is a broadcast, it does not.)"""
         return self.runs(microbatches) - (self.count == 2 and self.chunks == 1)
 
     def turns(self, microbatches: int) -> float:
@@ -106,20 +107,22 @@ def stages_sent(
     microbatches of a step.
 
     Hidden states go on, forward, and their gradients back (`Stages.sends`). Of each microbatch the
-    last stage's output goes to all, as a sum, and the gradient of what the head reads is summed;
-    what is looked up in a table that they share is gathered, and its gradient goes to all, of every
-    run where stages have several chunks.
+    last stage's output goes to all, and the gradient of what the head reads is summed; what is
+    looked up in a table that they share is gathered, and its gradient goes to all, of every run
+    where stages have several chunks. To all goes a sum, where stages are all there is a broadcast.
     """
     if stages.count == 1:
         return []
     wide = np.dtype(parts.bound.plan.precision.compute).itemsize * profile.width
     held, inside = tokens.held * wide, tokens.inside * wide
     part, axes = (stages.count - 1) / stages.count, (STAGE,)
-    sends = stages.sends(microbatches) / microbatches
+    alone = parts.bound.mesh.size == stages.count
+    sends = (stages.runs if alone else stages.sends)(microbatches) / microbatches
     looked_up = stages.lookups(microbatches)
+    kind, share = ("collective-broadcast", 1.0) if alone else ("all-reduce", 2 * part)
     found = [
         Sent("collective-permute", axes, 2 * sends * held, 2 * sends, False),
-        Sent("all-reduce", axes, 2 * part * (1 + looked_up) * held, 1 + looked_up, False),
+        Sent(kind, axes, share * (1 + looked_up) * held, 1 + looked_up, False),
     ]
     if profile.vocab:
         found += [

@@ -112,14 +112,17 @@ class Travel:
     def of_stage(self, tree: Any, number: int) -> Any:
         """One stage's, whole along `stage`: sent to all others.
 
-        It is a sum in which those of the others are 0. A broadcast would send its bytes once and
-        not `2 (n - 1) / n` times, but XLA does not tell how long one takes, and in a program with
-        one puts less of all that is sent beside what is computed (tests/aot/test_overlap.py).
+        A broadcast sends its bytes once, a sum in which those of the others are 0 sends them
+        `2 (n - 1) / n` times. But XLA does not tell how long a broadcast takes, and puts less of
+        all else that a program sends beside what it computes (tests/aot/test_overlap.py): so it is
+        a sum where other axes send too, and where JAX has no broadcast, which is on CPUs.
         """
+
+        alone = self._bound.mesh.size == self._bound.mesh.shape[STAGE]
 
         def one(x: Array, spec: PartitionSpec) -> Array:
             return jax.shard_map(
-                lambda x: _of_stage_local(x[0], number),
+                lambda x: (_broadcast if alone else _summed)(x[0], number),
                 mesh=self._bound.mesh,
                 in_specs=PartitionSpec(STAGE, *spec),
                 out_specs=spec,
@@ -129,6 +132,14 @@ class Travel:
         return jax.tree.map(one, tree, self._specs)
 
 
-def _of_stage_local(x: Array, number: int) -> Array:
+def _broadcast(x: Array, number: int) -> Array:
+    return jax.lax.platform_dependent(
+        x,
+        cuda=lambda x: jax.lax.pbroadcast(x, (STAGE,), number),
+        default=lambda x: _summed(x, number),
+    )
+
+
+def _summed(x: Array, number: int) -> Array:
     mine = jax.lax.axis_index(STAGE) == number
     return jax.lax.psum(jnp.where(mine, x, jnp.zeros_like(x)), STAGE)
