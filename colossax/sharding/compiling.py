@@ -31,17 +31,17 @@ the fastest of each (bench/LOG.md)."""
 def compiler_options(bound: BoundPlan) -> dict[str, Any]:
     """Options of XLA for programs under this plan; the plan's own come last."""
     sizes, device = bound.mesh.shape, bound.mesh.devices.flat[0]
-    gpu = device.platform in ("gpu", "cuda")
-    double = sizes[MeshAxis.RING_OUT] > 1 and sizes[MeshAxis.RING_IN] > 1
-    needed = dict[str, Any](GPU_OPTIONS) if gpu else {}
-    if gpu and double:
+    if device.platform not in ("gpu", "cuda"):
+        return dict(bound.plan.compiler_options)
+    needed: dict[str, Any] = GPU_OPTIONS
+    if sizes[MeshAxis.RING_OUT] > 1 and sizes[MeshAxis.RING_IN] > 1:
         needed = {**needed, **DOUBLE_RING_OPTIONS}
-    if gpu and bound.plan.experts.chunks != 1:
+    if bound.plan.experts.chunks != 1:
         needed = {**needed, **CHUNK_OPTIONS}
-    if gpu and bound.plan.offload.experts:
+    if bound.plan.offload.experts:
         needed = {**needed, **HOST_EXPERTS_OPTIONS}
-    if gpu and sizes[MeshAxis.STAGE] > 1 and sizes[MeshAxis.DATA] > 1:
+    if sizes[MeshAxis.STAGE] > 1 and sizes[MeshAxis.DATA] > 1:
         needed = {**needed, **STAGE_OPTIONS}
-    if gpu and bound.plan.precision.matmul == "float8":
+    if bound.plan.precision.matmul == "float8":
         needed = {**needed, **FLOAT8_OPTIONS}
     return {**needed, **bound.plan.compiler_options}
