@@ -61,6 +61,8 @@ def test_bytes_and_collectives_follow_compiled_programs(
     states = terms["parameters"] + terms["optimizer"]
     assert predicted.bytes.states == pytest.approx(states, rel=1e-3)
     saved = sum(size for term, size in terms.items() if term.startswith("saved"))
+    if "stage" in mesh:  # A layer's input on its way to its slot works, it is no slot.
+        saved -= terms.get("saved:input", 0)
     assert predicted.bytes.kept == pytest.approx(saved, rel=0.01)
     truth: dict[str, float] = {}
     for link in found.links:
