@@ -166,7 +166,7 @@ def test_a_gpu_executes_no_more_than_the_bubble_says(schedule, chunks):
 def test_sums_over_data_have_no_second_copy():
     """Taken out of the loop over layers, sums of their gradients would take 4 GiB more."""
     one = _inspected(16, 8, mesh={"stage": 2, "data": 4}, pipeline=PipelineConfig(microbatches=4))
-    assert one.memory.temp_bytes <= 8.5 * GIB
+    assert one.memory.temp_bytes <= 8.8 * GIB
 
 
 LAYERS = 32
