@@ -51,8 +51,8 @@ def test_bytes_of_each_form_are_those_of_its_program(target, mesh, experts, coun
     said += sum(one.bytes for one in predicted.sent_once)
     truth = sum(link.totals.ring_bytes for link in found.links)
     assert said == pytest.approx(truth, rel=0.005)
-    # Rows that travel axis by axis, along each of them: of experts, or of the table of tokens
-    # where it lies along other axes than a batch's rows and positions.
+    # Rows that travel axis by axis, along each of them: of experts, or of the table of tokens,
+    # exchanged along the axes of a batch's rows and then along those of its positions.
     along: dict[str, float] = {}
     for one in predicted.sent:
         if one.kind == "all-to-all" and len(one.axes) == 1:
