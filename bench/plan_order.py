@@ -289,6 +289,8 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=7, help="measurements of each")
     parser.add_argument("--out", type=Path, default=common.HERE / "results" / "plan_order.json")
     args = parser.parse_args()
+    from colossax.config import to_json
+
     given = rates(args.rounds)
     print(given, flush=True)
     configs = [run_of(case) for case in CASES]
@@ -308,7 +310,7 @@ def main() -> int:
             "hardware": common.hardware(),
             "versions": common.versions(),
             "model": {**MODEL, "rows": ROWS, "seq": SEQ},
-            "rates": dataclasses.asdict(given),
+            "rates": to_json(given),
             "plans": [dict(zip(header, row, strict=True)) for row in rows],
             "rank_correlation": found,
         },

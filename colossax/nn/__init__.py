@@ -7,7 +7,9 @@ from colossax.lazy import lazily
 if TYPE_CHECKING:
     from colossax.layerwise import LayerState as LayerState
 
+    from .adapters.adapter import has_adapter as has_adapter
     from .adapters.adapter import with_adapter as with_adapter
+    from .adapters.adapter import without_adapter as without_adapter
     from .attention import Attention as Attention
     from .attention import AttentionShape as AttentionShape
     from .attention import FlatTokens as FlatTokens
@@ -76,6 +78,7 @@ if TYPE_CHECKING:
     from .loss.cross_entropy import VocabParts as VocabParts
     from .loss.cross_entropy import cross_entropy as cross_entropy
     from .loss.divergence import kl_divergence as kl_divergence
+    from .loss.token_logps import token_logps as token_logps
     from .module import MakeModel as MakeModel
     from .module import MakeModels as MakeModels
     from .module import ModelSpec as ModelSpec

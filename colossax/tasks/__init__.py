@@ -22,6 +22,13 @@ if TYPE_CHECKING:
     from .initial import initial_adapter as initial_adapter
     from .initial import initial_model as initial_model
     from .next_token import next_token_loss as next_token_loss
+    from .posttraining.kto import kto_loss as kto_loss
+    from .posttraining.kto import kto_options as kto_options
+    from .posttraining.pairs import dpo_loss as dpo_loss
+    from .posttraining.pairs import ipo_loss as ipo_loss
+    from .posttraining.pairs import orpo_loss as orpo_loss
+    from .posttraining.pairs import simpo_loss as simpo_loss
+    from .posttraining.reference import reference_options as reference_options
     from .task import TAKEN as TAKEN
     from .task import Callback as Callback
     from .task import Evaluator as Evaluator

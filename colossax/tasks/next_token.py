@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -90,8 +90,7 @@ def next_token_terms(
         targets,
         weights,
         z_loss=bool(z_loss),
-        vocab_sharded=_devices(current(), "vocab") > 1,
-        parts=_parts_of_stages(current(), head.shape) if shared == 1 else None,
+        **split_vocabulary(head.shape, shared),
         **cuts,
         **getattr(model, "readout", {}),
     )
@@ -100,7 +99,22 @@ def next_token_terms(
     terms: Terms = {"cross_entropy": (ce, count, 1.0), **(beside or {})}
     if z_loss:
         terms["z_loss"] = (z, count, z_loss)
-    metrics: Sums = {"accuracy": (correct, count)}
+    return with_counted(model, batch, sums, terms, {"accuracy": (correct, count)})
+
+
+def with_counted(
+    model: Any, batch: Batch, sums: Mapping[str, Any], terms: Terms, metrics: Sums
+) -> tuple[Terms, Sums]:
+    """A loss's terms and metrics with what the model's layers counted: its `auxiliary` are terms.
+
+    Args:
+        model: Whose layers they are.
+        batch: Text.
+        sums: See `hidden_states`.
+        terms: Of the loss.
+        metrics: Of the loss.
+    """
+    terms, metrics = dict(terms), dict(metrics)
     tokens, sums = real_tokens(batch), dict(sums)
     for name, coefficient in getattr(model, "auxiliary", {}).items():
         terms[name] = (jnp.sum(sums.pop(name)), tokens, coefficient)
@@ -240,6 +254,19 @@ def at_the_head(head: tuple[int, ...], tokens: int) -> tuple[int, dict[str, Any]
         "reduction": None if bound is None else bound.plan.precision.reduction,
     }
     return shared, cuts
+
+
+def split_vocabulary(head: tuple[int, ...], shared: int) -> dict[str, Any]:
+    """What losses of logits are to be told of a vocabulary that is split over devices.
+
+    Args:
+        head: Shape of the output matrix, `[d, v]`.
+        shared: Stages that share the tokens of a row; see `at_the_head`.
+    """
+    return {
+        "vocab_sharded": _devices(current(), "vocab") > 1,
+        "parts": _parts_of_stages(current(), head) if shared == 1 else None,
+    }
 
 
 def moved(stages: int, *arrays: Array) -> tuple[Array, ...]:

@@ -1,7 +1,9 @@
 """Adapters put into a model as it is built."""
 
+import contextlib
 import fnmatch
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -19,7 +21,23 @@ from colossax.nn.layers import Linear
 from colossax.nn.module import Located, MakeModel, param
 from colossax.nn.quantised.module import with_quantised
 from colossax.nn.weights import Weighted, weight_of, with_weights
-from colossax.sharding import Dense
+from colossax.sharding import Dense, Weight
+
+
+# A user context: what is traced inside is another program.
+_ALONE = jax.make_user_context(default_value=False)
+
+
+@contextlib.contextmanager
+def without_adapter() -> Iterator[None]:
+    """Have models that are traced inside read their own weights, as if they had no adapter."""
+    with _ALONE(True):
+        yield
+
+
+def has_adapter(model: nnx.Module) -> bool:
+    """Whether any of its maps has one."""
+    return any(isinstance(node, Adapter) for _, node in nnx.iter_graph(model))
 
 
 class Adapter(nnx.Module):
@@ -44,8 +62,10 @@ class Adapter(nnx.Module):
                 one.set_metadata(of_adapter=True)
 
     @property
-    def weight(self) -> Adapted:
-        """See `Weighted`."""
+    def weight(self) -> Weight:
+        """See `Weighted`; within `without_adapter` that of the base."""
+        if _ALONE.value:
+            return weight_of(self.base, self.dims)
         inner = len(self.down.shape) - 1
         stretch = None
         if self.stretch is not None:

@@ -37,6 +37,7 @@ class Settings:
     reduction: Any
     z_loss: bool = False
     soft_cap: float | None = None
+    temperature: float = 1.0
     vocab_sharded: bool = False
     parts: VocabParts | None = None
 
@@ -144,12 +145,12 @@ def _totals_bwd(static: Settings, saved: Any, cotangents: Any) -> Any:
     dce, dz, _ = (0.0 if isinstance(c, SymbolicZero) else c for c in cotangents)
     if grads is None:
         of_p, of_label = weights * (dce + 2 * dz * lse), weights * dce
-        grads = _second_pass(static, operands, targets, lse, of_p, of_label)
+        grads = second_pass(static, operands, targets, lse, of_p, of_label)
     else:
         grads = jax.tree.map(lambda x: x * dce, grads)
         if not unused:
             of_p = weights * (2 * dz * lse)
-            more = _second_pass(static, operands, targets, lse, of_p, jnp.zeros_like(of_p))
+            more = second_pass(static, operands, targets, lse, of_p, jnp.zeros_like(of_p))
             grads = jax.tree.map(jnp.add, grads, more)
     typed = jax.tree.map(lambda g, x: g.astype(x.dtype), grads, operands)
     # What comes before the head waits until the head's gradient, the largest of all, is reduced;
@@ -168,10 +169,10 @@ def _first_pass(
     hidden, head, bias = operands
 
     def chunk(x: Array, label: Array, w: Array) -> tuple[Any, Any]:
-        logits, slope = _logits(static, x, head, bias)
+        logits, slope = logits_of(static, x, head, bias)
         top = jnp.max(logits, axis=-1)
         lse = top + jnp.log(jnp.sum(jnp.exp(logits - top[..., None]), axis=-1))
-        picked = _pick(static, logits, label)
+        picked = picked_of(static, logits, label)
         # The guess is right when no logit exceeds the target's.
         sums = (w * (lse - picked), w * jnp.square(lse), w * (picked >= top))
         sums = tuple(jnp.sum(x) for x in sums)
@@ -187,14 +188,14 @@ def _first_pass(
     return sums, lse, (_sum_parts(static, dx), *sum_shards(static, shared))
 
 
-def _second_pass(
+def second_pass(
     static: Settings, operands: Any, targets: Array, lse: Array, of_p: Array, of_label: Array
 ) -> Any:
     """Gradients by the operands, `of_p * softmax - of_label * onehot` being those by the logits."""
     hidden, head, bias = operands
 
     def chunk(x: Array, label: Array, lse: Array, of_p: Array, of_label: Array) -> tuple[Any, Any]:
-        logits, slope = _logits(static, x, head, bias)
+        logits, slope = logits_of(static, x, head, bias)
         dlogits = _dlogits(logits, slope, lse, label, of_p, of_label)
         dx, dhead, dbias = _gradients(static, x, head, bias, dlogits)
         return (dhead, dbias), dx
@@ -215,15 +216,19 @@ def sum_shards(static: Settings, shared: Any) -> Any:
     )
 
 
-def _logits(static: Settings, x: Array, head: Array, bias: Any) -> tuple[Array, Any]:
-    """Float32 logits `[g, t, v]` and the slope of their cap."""
+def logits_of(static: Settings, x: Array, head: Array, bias: Any) -> tuple[Array, Any]:
+    """Float32 logits `[g, t, v]`, over the temperature, and their slope; None: it is 1."""
     logits = jnp.einsum("gtd,dv->gtv", x, head, preferred_element_type=jnp.float32)
     if bias is not None:
         logits = logits + bias.astype(jnp.float32)
-    if static.soft_cap is None:
-        return logits, None
-    bounded = jnp.tanh(logits / static.soft_cap)
-    return static.soft_cap * bounded, 1 - jnp.square(bounded)
+    slope = None
+    if static.soft_cap is not None:
+        bounded = jnp.tanh(logits / static.soft_cap)
+        logits, slope = static.soft_cap * bounded, 1 - jnp.square(bounded)
+    if static.temperature != 1:
+        logits = logits / static.temperature
+        slope = (1.0 if slope is None else slope) / static.temperature
+    return logits, slope
 
 
 def _is_label(logits: Array, label: Array) -> Array:
@@ -231,7 +236,7 @@ def _is_label(logits: Array, label: Array) -> Array:
     return ids == label[..., None]
 
 
-def _pick(static: Settings, logits: Array, label: Array) -> Array:
+def picked_of(static: Settings, logits: Array, label: Array) -> Array:
     if static.vocab_sharded:
         return jnp.sum(jnp.where(_is_label(logits, label), logits, 0.0), axis=-1)
     inside = jnp.clip(label, 0, logits.shape[-1] - 1)

@@ -1,0 +1,61 @@
+"""What a frozen reference says of a batch, made once per step."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from colossax.errors import InputError
+from colossax.nn import has_adapter, without_adapter
+from colossax.tasks.posttraining.answers import REFERENCE, REFERENCE_LOGPS, told_logps
+from colossax.typing import Batch
+
+
+def reference_options() -> dict[str, Any]:
+    """Fields of `StepOptions` that objectives with a reference ask for.
+
+    For `boost({"policy": ..., "reference": ...}, optimizer, dpo_loss(documents=8), plan,
+    **reference_options())`; or of one model with an adapter, whose reference is the same model
+    without it, so that no second copy of the weights is there.
+
+    Raises:
+        InputError: When traced: one model is given and it has no adapter, or the reference has
+            another vocabulary than the policy.
+
+    Cost: the reference's forward pass over the global batch, and 4 bytes per token.
+    """
+    return {
+        "prepare": _prepare,
+        "trainable": lambda info: info.model != REFERENCE,
+        "batch_dims": {REFERENCE_LOGPS: ("batch", "seq")},
+    }
+
+
+def said_by_reference(models: Any, batch: Batch) -> Any:
+    """Log-probability of each target, `[b, s]`, by the reference among `models`."""
+    if not isinstance(models, Mapping):
+        if not has_adapter(models):
+            raise InputError(
+                f"{REFERENCE}: there is one model and it has no adapter, so nothing says what it was"
+                " before; give two models by name, 'policy' and 'reference', or nn.with_adapter"
+            )
+        with without_adapter():
+            return told_logps(models, batch)[0]
+    if REFERENCE not in models:
+        raise InputError(
+            f"{REFERENCE}: of the models {sorted(models)} none is it; name the frozen one so"
+        )
+    _check_vocabularies(models)
+    return told_logps(models[REFERENCE], batch)[0]
+
+
+def _prepare(models: Any, batch: Batch) -> Batch:
+    return {**batch, REFERENCE_LOGPS: said_by_reference(models, batch)}
+
+
+def _check_vocabularies(models: Mapping[str, Any]) -> None:
+    sizes = {name: model.head_weight().shape[1] for name, model in models.items()}
+    if len(set(sizes.values())) > 1:
+        told = " and ".join(f"{size:,} of '{name}'" for name, size in sorted(sizes.items()))
+        raise InputError(
+            f"{REFERENCE}: the vocabularies have {told} tokens; give a reference with the tokenizer"
+            " of the policy"
+        )
