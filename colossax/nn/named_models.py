@@ -1,7 +1,7 @@
 """Several named models as one."""
 
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -31,6 +31,9 @@ class Models(nnx.Module):
 
     def __getitem__(self, name: str) -> Any:
         return getattr(self, name)
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name, part in vars(self).items() if isinstance(part, nnx.Module))
 
 
 def make_models(makers: Mapping[str, MakeModel]) -> MakeModel:

@@ -1,14 +1,13 @@
 """What a model says of the answers of a batch: a row holds several, each a document of its own."""
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from colossax.errors import InputError
-from colossax.nn import token_logps
+from colossax.nn import Models, token_logps
 from colossax.tasks.next_token import at_the_head, hidden_states, moved, split_vocabulary
 from colossax.typing import Batch
 
@@ -48,7 +47,7 @@ class Answers:
 
 def policy_of(models: Any) -> Any:
     """The model that learns, of several by its name."""
-    return models[POLICY] if isinstance(models, Mapping) else models
+    return models[POLICY] if isinstance(models, Models) else models
 
 
 def told_logps(

@@ -1,10 +1,9 @@
 """What a frozen reference says of a batch, made once per step."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from colossax.errors import InputError
-from colossax.nn import has_adapter, without_adapter
+from colossax.nn import Models, has_adapter, without_adapter
 from colossax.tasks.posttraining.answers import REFERENCE, REFERENCE_LOGPS, told_logps
 from colossax.typing import Batch
 
@@ -31,7 +30,7 @@ def reference_options() -> dict[str, Any]:
 
 def said_by_reference(models: Any, batch: Batch) -> Any:
     """Log-probability of each target, `[b, s]`, by the reference among `models`."""
-    if not isinstance(models, Mapping):
+    if not isinstance(models, Models):
         if not has_adapter(models):
             raise InputError(
                 f"{REFERENCE}: there is one model and it has no adapter, so nothing says what it was"
@@ -51,8 +50,8 @@ def _prepare(models: Any, batch: Batch) -> Batch:
     return {**batch, REFERENCE_LOGPS: said_by_reference(models, batch)}
 
 
-def _check_vocabularies(models: Mapping[str, Any]) -> None:
-    sizes = {name: model.head_weight().shape[1] for name, model in models.items()}
+def _check_vocabularies(models: Models) -> None:
+    sizes = {name: models[name].head_weight().shape[1] for name in models}
     if len(set(sizes.values())) > 1:
         told = " and ".join(f"{size:,} of '{name}'" for name, size in sorted(sizes.items()))
         raise InputError(

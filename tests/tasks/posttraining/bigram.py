@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from colossax.nn import param
+from colossax.nn import Models, param
 
 VOCAB, WIDTH, SEQ, DOCUMENTS = 13, 6, 24, 4
 
@@ -22,6 +22,11 @@ class Table(nnx.Module):
 
     def head_weight(self):
         return self.out[...]
+
+
+def models_of(**tables):
+    """Models by name, that are there."""
+    return Models({name: lambda rngs, one=one: one for name, one in tables.items()}, rngs=nnx.Rngs(0))
 
 
 def weights_of(seed):

@@ -13,13 +13,14 @@ from tests.tasks.posttraining.bigram import (
     answers,
     check,
     loss_of,
+    models_of,
     rows_of,
     weights_of,
 )
 
 POLICY, REFERENCE = weights_of(0), weights_of(1)
 GOOD = np.array([[1, 0, 0, 1], [0, 0, 1, 1], [1, 1, 1, 0], [0, 1, 0, 0]], np.int32)
-MODELS = {"policy": Table(*POLICY), "reference": Table(*REFERENCE)}
+MODELS = models_of(policy=Table(*POLICY), reference=Table(*REFERENCE))
 LOSS = kto_loss(documents=DOCUMENTS, beta=0.3, desirable=1.0, undesirable=1.5)
 
 
@@ -58,14 +59,14 @@ def test_it_is_its_formula():
     np.testing.assert_allclose(batch["kto_baseline"], z, rtol=1e-5, atol=1e-6)
 
     def models(policy):
-        return {**MODELS, "policy": policy}
+        return models_of(policy=policy, reference=MODELS.reference)
 
     check(LOSS, lambda policy: kto(policy, given(), z), batch, models, POLICY)
 
 
 def test_the_baseline_is_that_of_other_prompts_and_never_below_zero():
     raw = above_it(POLICY, other_of(given())).mean()
-    swapped = {"policy": MODELS["reference"], "reference": MODELS["policy"]}
+    swapped = models_of(policy=MODELS.reference, reference=MODELS.policy)
     found = [prepared(given(), models)["kto_baseline"] for models in (MODELS, swapped)]
     assert raw != 0
     for one, value in zip(found, (raw, -raw), strict=True):
@@ -91,11 +92,11 @@ def test_refusals():
     with pytest.raises(InputError, match=r"'desirable' of the batch is to say .* \[rows, 4\]"):
         loss_of(LOSS, MODELS, prepared({**batch, "desirable": batch["desirable"][:, :2]}))
     with pytest.raises(InputError, match=r"one model and it has no adapter"):
-        prepared(batch, MODELS["policy"])
+        prepared(batch, MODELS.policy)
     with pytest.raises(InputError, match=r"of the models \['base', 'policy'\] none is it"):
-        prepared(batch, {"policy": MODELS["policy"], "base": MODELS["reference"]})
+        prepared(batch, models_of(policy=MODELS.policy, base=MODELS.reference))
     smaller = Table(REFERENCE[0], REFERENCE[1][:, :-1])
     with pytest.raises(InputError, match="have 13 of 'policy' and 12 of 'reference' tokens"):
-        prepared(batch, {"policy": MODELS["policy"], "reference": smaller})
+        prepared(batch, models_of(policy=MODELS.policy, reference=smaller))
     with pytest.raises(InputError, match="kto_loss: documents is 0; give 1 or more"):
         kto_loss(documents=0)

@@ -13,6 +13,7 @@ from tests.tasks.posttraining.bigram import (
     answers,
     check,
     loss_of,
+    models_of,
     rows_of,
     said,
     weights_of,
@@ -84,7 +85,7 @@ def test_it_is_its_formula(case):
 def test_half_a_pair_counts_for_nothing(case):
     """A row with a chosen answer alone, and one without any."""
     loss, _ = CASES[case]
-    policy = {"policy": Table(*POLICY), "reference": None}
+    policy = models_of(policy=Table(*POLICY), reference=Table(*REFERENCE))
     whole, _ = loss_of(loss, policy, prepared(UNEVEN[:2]))
     batch = prepared([*UNEVEN[:2], [(2, 5)], []])
     found, metrics = loss_of(loss, policy, batch)
