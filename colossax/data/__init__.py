@@ -12,7 +12,7 @@ from colossax.lazy import lazily
 if TYPE_CHECKING:
     from colossax.config import cache_folder as cache_folder
 
-    from .chat import Chat as Chat
+    from .chats.chat import Chat as Chat
     from .corpus import Corpus as Corpus
     from .corpus import Split as Split
     from .corpus import encode_corpus as encode_corpus

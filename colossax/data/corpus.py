@@ -3,26 +3,21 @@
 import array
 import dataclasses
 import hashlib
-import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from colossax.config import cache_folder
-from colossax.data.cache import built_once, sealed, unsealed
+from colossax.data.encoded import TOKENS, kept_tokens
 from colossax.data.sources import Documents
 from colossax.data.tokenizer import Tokenizer
-from colossax.data.tokens import CheckedTokens, block_checksums
-from colossax.documents import read_small
+from colossax.data.tokens import CheckedTokens
 from colossax.errors import DataError
 
 # Raise it when the same text and tokenizer would give other files than before.
 _FORMAT_VERSION = 1
 _BATCH_CHARS = 1_000_000
 _BATCH_DOCUMENTS = 4096
-_TOKENS, _META = "tokens.bin", "meta.json"
-_ARRAYS = ("offsets", "hashes", "counts", "checksums")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -165,24 +160,11 @@ def encode_corpus(
     fingerprint = hashlib.blake2b(repr(traits).encode(), digest_size=16).hexdigest()
     told = progress or (lambda tokens: None)
 
-    def build(part: Path) -> None:
-        _encode_into(part, documents, tokenizer, told)
-        _seal(part, fingerprint)
-
-    def folder(*, to_the_last_block: bool = False) -> Path:
-        return built_once(
-            cache_folder() / "corpora" / fingerprint,
-            build,
-            intact=lambda entry: _is_intact(entry, fingerprint, every_block=to_the_last_block),
-        )
-
-    found = folder()
-    arrays = {name: np.load(found / f"{name}.npy") for name in _ARRAYS}
-    tokens = CheckedTokens(
-        found / _TOKENS,
+    tokens, arrays = kept_tokens(
+        "corpora",
+        fingerprint,
         _dtype(tokenizer),
-        arrays.pop("checksums"),
-        repair=lambda: folder(to_the_last_block=True),
+        lambda part: _encode_into(part, documents, tokenizer, told),
     )
     return Corpus(
         tokens=tokens,
@@ -197,48 +179,13 @@ def _dtype(tokenizer: Tokenizer) -> np.dtype:
     return np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
 
 
-def _seal(folder: Path, fingerprint: str) -> None:
-    """Write down size and checksum of every file; of the tokens, a checksum per block."""
-    np.save(folder / "checksums.npy", block_checksums(folder / _TOKENS))
-    files = {file.name: _traits(file) for file in folder.iterdir()}
-    (folder / _META).write_text(sealed(json.dumps(files), fingerprint))
-
-
-def _traits(file: Path) -> list:
-    """Size in bytes and checksum; of the tokens the size alone.
-
-    Raises:
-        OSError: It is missing, or no file: a pipe would be waited for.
-    """
-    if not file.is_file():
-        raise FileNotFoundError(file)
-    size = file.stat().st_size
-    if file.name == _TOKENS:
-        return [size]
-    with file.open("rb") as opened:
-        return [size, hashlib.file_digest(opened, "blake2b").hexdigest()]
-
-
-def _is_intact(folder: Path, fingerprint: str, *, every_block: bool) -> bool:
-    try:
-        files = json.loads(unsealed(read_small(folder / _META).decode(), fingerprint))
-        if any(_traits(folder / name) != traits for name, traits in files.items()):
-            return False
-        return not every_block or np.array_equal(
-            block_checksums(folder / _TOKENS), np.load(folder / "checksums.npy")
-        )
-    except (OSError, ValueError):
-        return False
-
-
 def _encode_into(
     folder: Path, documents: Documents, tokenizer: Tokenizer, progress: Callable[[int], None]
 ) -> None:
-    folder.mkdir()
     dtype = _dtype(tokenizer)
     counts = np.zeros(tokenizer.vocab_size, np.int64)
     offsets, hashes, total = array.array("q", [0]), array.array("Q"), 0
-    with (folder / _TOKENS).open("wb") as file:
+    with (folder / TOKENS).open("wb") as file:
         for batch in _batches(_chunks(documents)):
             encoded = tokenizer.encode_batch([chunk for chunk, _ in batch])
             for ids, (_, text_hash) in zip(encoded, batch, strict=True):

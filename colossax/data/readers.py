@@ -85,8 +85,12 @@ def _read_jsonl(file: Path, reading: Reading) -> Iterator[str | None]:
                 yield _text_of_line(line, where, reading)
 
 
-def _text_of_line(line: str, where: str, reading: Reading) -> str | None:
-    field = reading.text_field
+def object_of_line(line: str, where: str) -> dict[str, Any]:
+    """The object that a line of JSONL holds.
+
+    Raises:
+        DataError: It holds none.
+    """
     try:
         record = json.loads(line.rstrip())
     except json.JSONDecodeError as problem:
@@ -101,6 +105,12 @@ def _text_of_line(line: str, where: str, reading: Reading) -> str | None:
         ) from problem
     if not isinstance(record, dict):
         raise DataError(f"{where}: found {_json_name(record)}; write one object per line")
+    return record
+
+
+def _text_of_line(line: str, where: str, reading: Reading) -> str | None:
+    field = reading.text_field
+    record = object_of_line(line, where)
     if field not in record:
         raise DataError(
             f"{where}: has no field '{field}'{nearest(field, record)}; name the one that holds the"
@@ -128,61 +138,77 @@ def _json_name(value: Any) -> str:
 
 
 def _read_parquet(file: Path, reading: Reading) -> Iterator[str | None]:
-    import pyarrow.parquet
-
-    def columns() -> Iterator[Any]:
-        with pyarrow.parquet.ParquetFile(file) as opened:
-            _check_column(opened.schema_arrow, reading.text_field, file)
-            for batch in opened.iter_batches(_PARQUET_BATCH_ROWS, columns=[reading.text_field]):
-                yield batch.column(0)
-
-    return _read_columns(file, reading, columns(), "Parquet")
+    return _read_columns(file, reading, Kind.PARQUET)
 
 
 def _read_arrow(file: Path, reading: Reading) -> Iterator[str | None]:
-    """IPC as a stream, which Hugging Face's `datasets` writes, or as a file (Feather)."""
-    import pyarrow.ipc
-
-    def columns() -> Iterator[Any]:
-        with pyarrow.memory_map(str(file)) as opened:
-            as_file = opened.read(len(_ARROW_FILE)) == _ARROW_FILE
-            opened.seek(0)
-            if as_file:
-                whole = pyarrow.ipc.open_file(opened)
-                batches = map(whole.get_batch, range(whole.num_record_batches))
-            else:
-                batches = whole = pyarrow.ipc.open_stream(opened)
-            _check_column(whole.schema, reading.text_field, file)
-            for batch in batches:
-                yield batch.column(reading.text_field)
-
-    return _read_columns(file, reading, columns(), "Arrow")
+    return _read_columns(file, reading, Kind.ARROW)
 
 
-def _read_columns(
-    file: Path, reading: Reading, columns: Iterator[Any], form: str
-) -> Iterator[str | None]:
+def record_batches(file: Path, kind: Kind, check: Callable[[Any], object]) -> Iterator[Any]:
+    """Arrow's batches of rows of a Parquet or Arrow file.
+
+    Args:
+        file: IPC as a stream, which Hugging Face's `datasets` writes, or as a file (Feather); or
+            Parquet.
+        kind: Which of the two.
+        check: Told the schema first; of Parquet it may give columns, which are read alone.
+
+    Raises:
+        DataError: The file is damaged, or cannot be read.
+    """
     import pyarrow
 
-    row = 0
     with open_bytes(file):
         pass  # what the system does not let us read is not damaged
     try:
-        for column in columns:
-            for raw in _as_bytes(column):
-                row += 1
-                if raw is None:
-                    raise DataError(
-                        f"{file}, row {row}: column '{reading.text_field}' is null; it must hold a"
-                        " string"
-                    )
-                yield reading.decode(raw, f"{file}, row {row}")
+        yield from (_parquet if kind is Kind.PARQUET else _arrow)(file, check)
     # pyarrow reports damage as either, depending on where it meets it.
     except (pyarrow.ArrowException, OSError) as problem:
         reason = str(problem).partition("\n")[0].rstrip(".")
         raise DataError(
-            f"{file}: is no whole {form} file ({reason}); copy or write it again"
+            f"{file}: is no whole {kind.capitalize()} file ({reason}); copy or write it again"
         ) from problem
+
+
+def _parquet(file: Path, check: Callable[[Any], Any]) -> Iterator[Any]:
+    import pyarrow.parquet
+
+    with pyarrow.parquet.ParquetFile(file) as opened:
+        columns = check(opened.schema_arrow)
+        yield from opened.iter_batches(_PARQUET_BATCH_ROWS, columns=columns)
+
+
+def _arrow(file: Path, check: Callable[[Any], object]) -> Iterator[Any]:
+    import pyarrow.ipc
+
+    with pyarrow.memory_map(str(file)) as opened:
+        as_file = opened.read(len(_ARROW_FILE)) == _ARROW_FILE
+        opened.seek(0)
+        if as_file:
+            whole = pyarrow.ipc.open_file(opened)
+            batches = map(whole.get_batch, range(whole.num_record_batches))
+        else:
+            batches = whole = pyarrow.ipc.open_stream(opened)
+        check(whole.schema)
+        yield from batches
+
+
+def _read_columns(file: Path, reading: Reading, kind: Kind) -> Iterator[str | None]:
+    def check(schema: Any) -> list[str]:
+        _check_column(schema, reading.text_field, file)
+        return [reading.text_field]
+
+    row = 0
+    for batch in record_batches(file, kind, check):
+        for raw in _as_bytes(batch.column(reading.text_field)):
+            row += 1
+            if raw is None:
+                raise DataError(
+                    f"{file}, row {row}: column '{reading.text_field}' is null; it must hold a"
+                    " string"
+                )
+            yield reading.decode(raw, f"{file}, row {row}")
 
 
 def _check_column(schema: Any, field: str, file: Path) -> None:

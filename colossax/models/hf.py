@@ -13,7 +13,7 @@ import numpy as np
 from colossax.checkpoint import RecordReader, RecordWriter, find_checkpoint
 from colossax.config import Plan, to_json, user_path
 from colossax.data import Chat, Tokenizer
-from colossax.data.chat import TEMPLATE_FILE
+from colossax.data.chats.chat import TEMPLATE_FILE
 from colossax.documents import read_json
 from colossax.errors import InputError
 from colossax.models.adapters.stored import params_of

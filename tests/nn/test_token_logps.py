@@ -33,7 +33,8 @@ def judged(logps):
 @pytest.mark.catches("logps-without-their-temperature", "capped-logps-differentiated-uncapped")
 @pytest.mark.parametrize("vocab_sharded", [False, True])
 @pytest.mark.parametrize(
-    ("chunks", "soft_cap", "temperature"), [(1, None, 1.0), (3, 2.0, 1.0), (3, None, 0.7), (2, 3.0, 1.5)]
+    ("chunks", "soft_cap", "temperature"),
+    [(1, None, 1.0), (3, 2.0, 1.0), (3, None, 0.7), (2, 3.0, 1.5)],
 )
 def test_they_are_those_of_whole_logits(chunks, soft_cap, temperature, vocab_sharded):
     *own, targets = given()

@@ -80,9 +80,7 @@ def _told(static: Settings, hidden: Any, head: Any, bias: Any, targets: Any) -> 
     return _pass(static, (hidden, head, bias), targets)[0]
 
 
-def _told_fwd(
-    static: Settings, hidden: Any, head: Any, bias: Any, targets: Any
-) -> tuple[Any, Any]:
+def _told_fwd(static: Settings, hidden: Any, head: Any, bias: Any, targets: Any) -> tuple[Any, Any]:
     operands = (hidden, head, bias)
     told, lse = _pass(static, operands, targets)
     return told, (operands, targets, lse)

@@ -17,7 +17,7 @@ from colossax.serve.http.echoing import NOTHING, Echo
 from colossax.serve.http.errors import bad, no_model, unavailable
 from colossax.serve.http.fields import Ask
 from colossax.serve.options import Limits
-from colossax.serve.templates import ChatTemplate
+from colossax.data.chats.template import ChatTemplate
 
 T = TypeVar("T")
 _SEEDS = 2**32

@@ -86,9 +86,7 @@ def answers_of(logps: Float[Array, "b s"], batch: Batch, documents: int) -> Answ
     return Answers(logps=told, tokens=tokens)
 
 
-def by_document(
-    values: Float[Array, "b s"], batch: Batch, documents: int
-) -> Float[Array, "b k"]:
+def by_document(values: Float[Array, "b s"], batch: Batch, documents: int) -> Float[Array, "b k"]:
     """Sums over the tokens of each of a row's first documents, in whatever order tokens lie.
 
     Cost: b k s additions; of a sequence that is split each device adds its own, `[b, k]` are sent.

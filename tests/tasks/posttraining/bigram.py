@@ -26,7 +26,9 @@ class Table(nnx.Module):
 
 def models_of(**tables):
     """Models by name, that are there."""
-    return Models({name: lambda rngs, one=one: one for name, one in tables.items()}, rngs=nnx.Rngs(0))
+    return Models(
+        {name: lambda rngs, one=one: one for name, one in tables.items()}, rngs=nnx.Rngs(0)
+    )
 
 
 def weights_of(seed):

@@ -131,4 +131,6 @@ def test_refusals():
     with pytest.raises(InputError, match="orpo_loss: beta"):
         orpo_loss(documents=2, beta=-1.0)
     with pytest.raises(InputError, match="the batch has no 'reference_logps'; give boost"):
-        dpo_loss(documents=4)(Table(*POLICY), {k: jnp.asarray(x) for k, x in rows_of(UNEVEN).items()})
+        dpo_loss(documents=4)(
+            Table(*POLICY), {k: jnp.asarray(x) for k, x in rows_of(UNEVEN).items()}
+        )

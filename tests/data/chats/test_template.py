@@ -6,7 +6,7 @@ import jinja2
 import pytest
 
 from colossax.errors import InputError
-from colossax.serve.templates import MARKS, ChatTemplate
+from colossax.data.chats.template import MARKS, ChatTemplate
 from tests.serve.fake import CHATML, END, TOKENIZER, FakeEngine
 from tests.serve.site import error_of, site
 

@@ -26,6 +26,13 @@ from colossax.errors import InputError
 MARKS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
 """Code points that Unicode keeps free of characters, for use inside of programs."""
 
+PLAIN = (
+    "{{ bos_token }}{% for message in messages %}{{ '<|' + message.role + '|>\n' + message.content }}"
+    "{% if message.role == 'assistant' %}{{ eos_token }}{% endif %}{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
+)
+"""Where a model brings no template: roles in characters, an answer ends as a document does."""
+
 LONGEST_PRODUCT = 1 << 20
 """Characters or items that a template may make by multiplying."""
 
@@ -131,13 +138,21 @@ class ChatTemplate:
         bos: `bos_token` of the template.
         eos: `eos_token` of the template.
         most_chars: Longest prompt that is written.
+        instead: What to do where the source is no template, for people.
 
     Raises:
         InputError: The source is no template.
     """
 
     def __init__(
-        self, source: str, tokenizer: Tokenizer, *, bos: str, eos: str, most_chars: int
+        self,
+        source: str,
+        tokenizer: Tokenizer,
+        *,
+        bos: str,
+        eos: str,
+        most_chars: int,
+        instead: str = "give 'prompt' to /v1/completions",
     ) -> None:
         self._tokenizer, self._most = tokenizer, most_chars
         self._names = {"bos_token": bos, "eos_token": eos, "documents": None}
@@ -155,8 +170,7 @@ class ChatTemplate:
             self.takes_tools = "tools" in names
         except jinja2.TemplateError as problem:
             raise InputError(
-                f"messages: the model's chat template is none ({_line(problem)}); give 'prompt' to"
-                " /v1/completions"
+                f"messages: the model's chat template is none ({_line(problem)}); {instead}"
             ) from problem
 
     def tokens(
@@ -172,23 +186,66 @@ class ChatTemplate:
             InputError: The template refuses the messages, fails, or writes too much.
         """
         guard = _Guard(self._tokenizer.specials, [*messages, *tools])
-        written = self._written(guard.marked([*messages]), guard.marked([*tools]) or None)
+        return self._encoded(
+            guard, self._written(guard.marked([*messages]), guard.marked([*tools]))
+        )
+
+    def told(
+        self, messages: Sequence[Mapping[str, Any]], first: int = 0
+    ) -> tuple[list[int], list[bool]]:
+        """A conversation as token ids, and which of them an assistant says.
+
+        What stands before an answer is encoded by itself, as it will be when the model is asked.
+        Messages behind the last answer are left out, and so is space that a template writes behind
+        the token that ends one: nobody is to say that.
+
+        Args:
+            messages: See `tokens`.
+            first: Number of the message from which on answers are told.
+
+        Raises:
+            InputError: See `tokens`; or nothing is told; or what the template writes of a message
+                changes with those behind it, so that an answer is not what the model would say.
+        """
+        guard = _Guard(self._tokenizer.specials, messages)
+        marked = guard.marked([*messages])
+        found: list[tuple[list[int], bool]] = []
+        before = ""
+        for at, message in enumerate(messages):
+            if message["role"] != "assistant" or at < first:
+                continue
+            asked = self._written(marked[:at])
+            whole = self._written(marked[: at + 1], ask=False)
+            if not (asked.startswith(before) and whole.startswith(asked)):
+                raise InputError(
+                    f"messages: what the model's chat template writes of message {at + 1} depends"
+                    " on those behind it; cut the conversation there, or give another template"
+                )
+            said = guard.without_space_behind(whole[len(asked) :])
+            found += [(self._encoded(guard, asked[len(before) :]), False)]
+            found += [(self._encoded(guard, said), True)]
+            before = whole[: len(asked) + len(said)]
+        if not any(tokens for tokens, told in found if told):
+            raise InputError("messages: an assistant says nothing in them; leave the row out")
+        tokens = [token for part, _ in found for token in part]
+        return tokens, [told for part, told in found for _ in part]
+
+    def _encoded(self, guard: "_Guard", written: str) -> list[int]:
         if not guard.used:
             return self._tokenizer.encode_marked(written)
-        pieces = guard.pieces(written)
         parts = (
             self._tokenizer.encode_marked(text) if special else self._tokenizer.encode(text)
-            for text, special in pieces
+            for text, special in guard.pieces(written)
         )
         return list(itertools.chain.from_iterable(parts))
 
-    def _written(self, messages: list[Any], tools: list[Any] | None) -> str:
+    def _written(
+        self, messages: list[Any], tools: list[Any] | None = None, *, ask: bool = True
+    ) -> str:
+        """What the template writes; `ask`: an assistant is to answer."""
+        given = {"messages": messages, "tools": tools or None, "add_generation_prompt": ask}
         try:
-            return self._limited(
-                self._template.generate(
-                    messages=messages, tools=tools, add_generation_prompt=True, **self._names
-                )
-            )
+            return self._limited(self._template.generate(**given, **self._names))
         except (jinja2.TemplateError, *_FAULTS) as problem:
             raise InputError(
                 f"messages: the model's chat template refuses them ({_line(problem)}); send what it"
@@ -252,6 +309,12 @@ class _Guard:
         cuts = [match.start() + 1 for match in self._begins.finditer(text)]
         bounds = [0, *cuts, len(text)]
         return self._mark.join(text[a:b] for a, b in itertools.pairwise(bounds))
+
+    def without_space_behind(self, written: str) -> str:
+        """Without space at its end where a special token stands before it."""
+        text = written.rstrip()
+        ends = any(match.end() == len(text) for match in self._special.finditer(text))
+        return text if ends else written
 
     def pieces(self, written: str) -> list[tuple[str, bool]]:
         """Text and special tokens in turn, without marks."""
