@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from .olmo2 import OLMo2Config as OLMo2Config
     from .olmoe import OLMoEConfig as OLMoEConfig
     from .opt import OPTConfig as OPTConfig
+    from .parameters import CHAT_DOCUMENT as CHAT_DOCUMENT
     from .parameters import ModelParams as ModelParams
     from .parameters import params_of_checkpoint as params_of_checkpoint
     from .parameters import params_of_tree as params_of_tree

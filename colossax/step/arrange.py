@@ -11,9 +11,6 @@ from colossax.errors import InputError
 from colossax.sharding import RowOrder
 from colossax.typing import SOURCE, SOURCE_SEGMENTS, Batch, Dims
 
-_FILL = {"segments": -1, SOURCE_SEGMENTS: -1}
-"""What padding holds; 0 in other arrays."""
-
 _SEGMENTS = {"tokens": "segments", SOURCE: SOURCE_SEGMENTS}
 """Of each text the array that marks its padding."""
 
@@ -151,8 +148,13 @@ def _arranged(name: str, x: Any, dims: Dims, order: RowOrder) -> Any:
     library = jnp if isinstance(x, jax.Array) else np
     if order.padding:
         widths = [(0, order.padding if i == at else 0) for i in range(x.ndim)]
-        x = library.pad(x, widths, constant_values=_FILL.get(name, 0))
+        x = library.pad(x, widths, constant_values=_fill(name))
     return library.take(x, order.indices(x.shape[at]), axis=at)
+
+
+def _fill(name: str) -> int:
+    """What padding holds: numbers of documents mark it, other arrays are 0."""
+    return -1 if name.endswith("segments") else 0
 
 
 def _seq_dim(dims: Dims) -> int | None:

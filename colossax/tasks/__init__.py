@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .initial import initial_adapter as initial_adapter
     from .initial import initial_model as initial_model
     from .next_token import next_token_loss as next_token_loss
+    from .posttraining.config import ObjectiveConfig as ObjectiveConfig
     from .posttraining.kto import kto_loss as kto_loss
     from .posttraining.kto import kto_options as kto_options
     from .posttraining.pairs import dpo_loss as dpo_loss

@@ -28,6 +28,7 @@ from colossax.models import config_from_json, config_to_json
 from colossax.nn.config import AdapterConfig, DrafterConfig
 from colossax.tasks.drafting.checks import check_drafter
 from colossax.tasks.image_sets import check_images, check_name
+from colossax.tasks.posttraining.config import ObjectiveConfig, check_objective
 from colossax.tasks.sound.sets import check_sound, check_sound_name, reads_sound
 from colossax.tasks.told import MaskConfig, SpanConfig, check_spans
 
@@ -279,6 +280,7 @@ class TrainConfig(RunLength):
         adapter: What learns beside the model, which is frozen then; with rank 0 all of it learns.
         drafter: What learns to draft for the model, which is frozen then; with 0 layers there is
             none.
+        objective: What is learned from conversations; without a name text is learned.
         optimizer: Optimizer and learning rate.
         clip_norm: Global norm gradients are scaled down to; None leaves them.
         z_loss: Coefficient of the squared log-partition.
@@ -294,6 +296,7 @@ class TrainConfig(RunLength):
     data: DataConfig
     adapter: AdapterConfig = AdapterConfig()
     drafter: DrafterConfig = DrafterConfig()
+    objective: ObjectiveConfig = ObjectiveConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     clip_norm: ClipNorm | None = 1.0
     z_loss: NotNegative = 0.0
@@ -304,6 +307,7 @@ class TrainConfig(RunLength):
     def __post_init__(self):
         super().__post_init__()
         check_drafter(self)
+        check_objective(self)
         if self.data.audio is not None or self.data.images is not None:
             (check_images if self.data.audio is None else check_sound)(self)
             return self._check_averages()

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ from colossax.step.arrange import Arranged
 from colossax.step.step import Step
 from colossax.tasks.config import DataConfig
 from colossax.tasks.views import View, view_of
-from colossax.typing import TOKEN_DIMS, Batch
+from colossax.typing import TOKEN_DIMS, Batch, Dims
 
 WINDOW_ROWS = 2**16
 """Rows that are shuffled together at most."""
@@ -132,7 +132,7 @@ class Text:
     @contextlib.contextmanager
     def batches(self, step: Step, start: int) -> Iterator[Iterator[Batch]]:
         """Endless global batches from number `start` on, made ahead by threads."""
-        place = _Placement(step, self.config)
+        place = Placement(step, self.config.global_batch)
         with BatchLoader(self._rows(), place.global_batch, wanted=place.wanted, start=start) as to:
             yield map(place, to)
 
@@ -144,7 +144,7 @@ class Text:
 
     def held_out(self, step: Step, source: Source) -> Iterator[Batch]:
         """The held-out batches of a source, the same for every seed."""
-        place = _Placement(step, self.config)
+        place = Placement(step, self.config.global_batch)
         share = source.weight * self.config.validation_batches
         batches = ValidationBatches(
             source.held_out,
@@ -186,13 +186,19 @@ class ShuffledRows:
         return keyed_permutation(self._seed, _ROWS_KEY, window, count=self._window)
 
 
-class _Placement:
-    """Puts the rows made in this process on its devices, as parts of a global batch."""
+class Placement:
+    """Puts the rows made in this process on its devices, as parts of a global batch.
 
-    def __init__(self, step: Step, config: DataConfig):
-        self._arrange, self._bound = step.batches.arrange, step.bound
-        self.global_batch = config.global_batch
-        shape = (config.global_batch, 1)
+    Args:
+        step: Whose devices they are.
+        global_batch: Rows over all processes.
+        dims: Of each array.
+    """
+
+    def __init__(self, step: Step, global_batch: int, dims: Mapping[str, Dims] = TOKEN_DIMS):
+        self._arrange, self._bound, self._dims = step.batches.arrange, step.bound, dims
+        self.global_batch = global_batch
+        shape = (global_batch, 1)
         self.wanted = wanted_rows(activation_sharding(self._bound, ("batch", None), shape), shape)
 
     def __call__(self, local: LocalBatch) -> Batch:
@@ -200,7 +206,7 @@ class _Placement:
         shardings = {
             name: activation_sharding(
                 self._bound,
-                TOKEN_DIMS[name],
+                self._dims[name],
                 (self.global_batch, x.shape[1]),
                 name=f"batch '{name}'",
             )
@@ -229,10 +235,10 @@ def open_text(
         InputError: The text or the tokenizer cannot be read or does not fit the model, or the
             processes read different text.
     """
-    each = group.together(lambda: [_documents(config, path) for path in config.sources])
+    each = group.together(lambda: [documents_of(config, path) for path in config.sources])
     documents = joined(each)
     first = group.from_first(
-        lambda: [documents.fingerprint, _tokenizer(config, documents, model, tokenizer)]
+        lambda: [documents.fingerprint, tokenizer_of(config, documents, model, tokenizer)]
     )
     fingerprint, tokenizer_json = first
     reader = Tokenizer.from_json(tokenizer_json)
@@ -240,7 +246,7 @@ def open_text(
     group.together(lambda: _check_same(documents, fingerprint, group.process_id))
 
     def encode() -> tuple[Source, ...]:
-        named = zip(each, config.sources.values(), _names(each), strict=True)
+        named = zip(each, config.sources.values(), names_of(each), strict=True)
         return tuple(_source(*one, reader, config) for one in named)
 
     group.from_first(lambda: encode() and None)
@@ -262,13 +268,14 @@ def _source(
     return Source(name=name, weight=weight, corpus=corpus, training=training, held_out=held_out)
 
 
-def _names(each: Sequence[Documents]) -> list[str]:
-    """The last part of each path where that tells them apart."""
+def names_of(each: Sequence[Documents]) -> list[str]:
+    """What to call sources: the last part of each path where that tells them apart."""
     last = [Path(documents.origin).name for documents in each]
     return last if len(set(last)) == len(last) else [documents.origin for documents in each]
 
 
-def _documents(config: DataConfig, path: str | None) -> Documents:
+def documents_of(config: DataConfig, path: str | None) -> Documents:
+    """The files of a path; None: the standard library's."""
     if path is None:
         return stdlib_documents()
     return path_documents(
@@ -276,7 +283,7 @@ def _documents(config: DataConfig, path: str | None) -> Documents:
     )
 
 
-def _tokenizer(config: DataConfig, documents: Documents, model: Any, given: str | None) -> str:
+def tokenizer_of(config: DataConfig, documents: Documents, model: Any, given: str | None) -> str:
     """The tokenizer as JSON, learnt or read."""
     if config.tokenizer is not None:
         tokenizer = Tokenizer.from_file(config.tokenizer)

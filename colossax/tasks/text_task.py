@@ -23,6 +23,7 @@ from colossax.tasks.image_text.written import written_task
 from colossax.tasks.initial import initial_tokenizer
 from colossax.tasks.next_token import mean_loss, next_token_loss
 from colossax.tasks.optimizer import make_optimizer, make_schedule
+from colossax.tasks.posttraining.task import with_objective
 from colossax.tasks.sound.task import sound_task
 from colossax.tasks.task import Task
 from colossax.tasks.text import Text, open_text
@@ -95,6 +96,8 @@ def task_of(config: TrainConfig, group: Group | None = None) -> Task:
         conclusion=_conclusion,
         complete=lambda step, params: _completion(config, text(), step, params),
     )
+    if config.objective:
+        return with_objective(task, config, group, functools.partial(identity, config))
     return with_drafter(task, config, text) if config.drafter else task
 
 

@@ -27,7 +27,8 @@ MARKS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
 """Code points that Unicode keeps free of characters, for use inside of programs."""
 
 PLAIN = (
-    "{{ bos_token }}{% for message in messages %}{{ '<|' + message.role + '|>\n' + message.content }}"
+    "{{ bos_token }}{% for message in messages %}"
+    "{{ '<|' + message.role + '|>\n' + message.content }}"
     "{% if message.role == 'assistant' %}{{ eos_token }}{% endif %}{{ '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
 )

@@ -23,7 +23,6 @@ from colossax.nn.quantised.module import with_quantised
 from colossax.nn.weights import Weighted, weight_of, with_weights
 from colossax.sharding import Dense, Weight
 
-
 # A user context: what is traced inside is another program.
 _ALONE = jax.make_user_context(default_value=False)
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from colossax.data.chats.template import ChatTemplate
 from colossax.errors import InputError
 from colossax.scheduling import EngineRequest
 from colossax.scheduling.keep import WORDS
@@ -17,7 +18,6 @@ from colossax.serve.http.echoing import NOTHING, Echo
 from colossax.serve.http.errors import bad, no_model, unavailable
 from colossax.serve.http.fields import Ask
 from colossax.serve.options import Limits
-from colossax.data.chats.template import ChatTemplate
 
 T = TypeVar("T")
 _SEEDS = 2**32

@@ -1,1 +1,1 @@
-"""Objectives on what a model says of answers that are there: preferences, with and without pairs."""
+"""Objectives on what a model says of answers that are there: preferences, in pairs or without."""

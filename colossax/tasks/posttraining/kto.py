@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from colossax.config import above, at_least
+from colossax.data.chats.rows import MISMATCHED
 from colossax.errors import InputError
 from colossax.step.loss import Loss, Sums, Terms, any_order
 from colossax.tasks.next_token import with_counted
@@ -23,9 +24,6 @@ from colossax.typing import TEXT_BATCH_DIMS, Batch, Dims
 
 DESIRABLE = "desirable"
 """Array of a batch, `[b, k]`: 1 for a good answer, 0 for a bad one, anything where is none."""
-
-MISMATCHED = "mismatched_"
-"""Begins the names of a batch's arrays of text whose answers belong to other prompts."""
 
 _BASELINE = "kto_baseline"
 """Array of the prepared batch, `[b]`, of one value: how far the policy is from the reference."""

@@ -33,8 +33,8 @@ def said_by_reference(models: Any, batch: Batch) -> Any:
     if not isinstance(models, Models):
         if not has_adapter(models):
             raise InputError(
-                f"{REFERENCE}: there is one model and it has no adapter, so nothing says what it was"
-                " before; give two models by name, 'policy' and 'reference', or nn.with_adapter"
+                f"{REFERENCE}: there is one model and it has no adapter, so nothing says what it"
+                " was before; give two models by name, 'policy' and 'reference', or nn.with_adapter"
             )
         with without_adapter():
             return told_logps(models, batch)[0]

@@ -1,5 +1,7 @@
 """Rows of whole examples: nothing leaks, nothing is lost, each row by its number."""
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -122,8 +124,10 @@ def test_packing(lengths, seq_len, most):
     # Any two rows that may take more are together longer than one.
     open_rows = [sum(lengths[at] for at in row) for row in rows if len(row) < most]
     sizes = [len(row) for row in rows if len(row) < most]
-    for i, j in ((i, j) for i in range(len(sizes)) for j in range(i)):
-        assert open_rows[i] + open_rows[j] > seq_len or sizes[i] + sizes[j] > most
+    for (one, first), (other, second) in itertools.combinations(
+        zip(open_rows, sizes, strict=True), 2
+    ):
+        assert one + other > seq_len or first + second > most
 
 
 @pytest.mark.catches("mismatched-with-its-own")

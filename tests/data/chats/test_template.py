@@ -5,8 +5,8 @@ import datetime
 import jinja2
 import pytest
 
-from colossax.errors import InputError
 from colossax.data.chats.template import MARKS, ChatTemplate
+from colossax.errors import InputError
 from tests.serve.fake import CHATML, END, TOKENIZER, FakeEngine
 from tests.serve.site import error_of, site
 

@@ -53,7 +53,7 @@ def prepared(batch, models=MODELS):
 
 @pytest.mark.catches("kto-baseline-below-zero", "kto-of-the-good-alone")
 def test_it_is_its_formula():
-    """The mean over other answers is a constant: it is made of the policy and not differentiated."""
+    """The mean over other answers is made of the policy, and not differentiated."""
     batch = prepared(given())
     z = max(0.0, above_it(POLICY, other_of(given())).mean())
     np.testing.assert_allclose(batch["kto_baseline"], z, rtol=1e-5, atol=1e-6)

@@ -23,7 +23,7 @@ from colossax.tasks import (
 )
 from tests.cases import quick_first
 from tests.oracle import assert_losses_close, assert_trees_close
-from tests.tasks.posttraining.bigram import DOCUMENTS, SEQ, UNEVEN, VOCAB, rows_of
+from tests.tasks.posttraining.bigram import DOCUMENTS, SEQ, UNEVEN, rows_of
 
 CONFIG = LlamaConfig(
     vocab=16, embed=32, layers=2, heads=4, kv_heads=2, mlp=48, max_seq=SEQ, init_std=0.3

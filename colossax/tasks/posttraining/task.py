@@ -1,0 +1,176 @@
+"""A run that learns from conversations by an objective."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from colossax.config import to_json
+from colossax.models import CHAT_DOCUMENT, config_to_json
+from colossax.processes.group import Group
+from colossax.step.loss import Loss, Sums, Terms, any_order
+from colossax.step.step import Step
+from colossax.tasks.config import TrainConfig
+from colossax.tasks.next_token import next_token_loss, real_tokens
+from colossax.tasks.posttraining.config import ObjectiveConfig
+from colossax.tasks.posttraining.conversations import (
+    Conversations,
+    Source,
+    open_conversations,
+    row_shapes,
+)
+from colossax.tasks.posttraining.kto import kto_loss, kto_options
+from colossax.tasks.posttraining.pairs import dpo_loss, ipo_loss, orpo_loss, simpo_loss
+from colossax.tasks.posttraining.reference import reference_options
+from colossax.tasks.task import Task
+from colossax.typing import Batch, TrainState
+
+VALIDATION_LOSS, ACCURACY = "validation_loss", "validation_accuracy"
+"""Mean of the objective over what is held out; share of answers on the right side."""
+
+_FORWARDS = {"dpo": 1, "ipo": 1, "kto": 3}
+"""Passes without gradients: the reference's, of kto also both models' over other answers."""
+
+_FORMULA = (
+    "MFU = tokens/s x FLOPs/token / (devices x peak), FLOPs/token = {each} per matmul weight{more}"
+    " + 12 layers heads head_dim keys for attention; recomputation is not counted"
+)
+
+
+def with_objective(
+    task: Task, config: TrainConfig, group: Group, identity: Callable[..., dict[str, Any]]
+) -> Task:
+    """The task of a run on text, with conversations and an objective in place of text.
+
+    Args:
+        task: Of the model.
+        config: Of the run, with an objective.
+        group: The processes that train.
+        identity: Of a run, from `text` and `tokenizer`, their fingerprints.
+    """
+    opened = functools.cache(lambda: open_conversations(config, group))
+    objective = config.objective
+    more = {"objective": to_json(dataclasses.replace(objective, beta=objective.coefficient))}
+
+    def who() -> dict[str, Any]:
+        found = opened()
+        told = identity(text=found.fingerprint, tokenizer=found.tokenizer.fingerprint)
+        return {**told, **more}
+
+    return dataclasses.replace(
+        task,
+        loss=objective_loss(objective, z_loss=config.z_loss),
+        options=dataclasses.replace(task.options, **_options(objective)),
+        shapes=row_shapes(config),
+        batches=lambda step, start: opened().batches(step, start),
+        evaluators={VALIDATION_LOSS: lambda step, state: _validated(opened(), step, state)},
+        flops=_flops(config),
+        flops_formula=_formula(config),
+        unit="nats per token" if objective.name == "sft" else f"of {objective.name}",
+        baselines=dict,
+        identity=who,
+        documents=lambda: {
+            "model": config_to_json(config.model),
+            "tokenizer": opened().tokenizer.to_json(),
+            CHAT_DOCUMENT: opened().chat.to_json(),
+            **({"adapter": to_json(config.adapter)} if config.adapter else {}),
+        },
+        introduction=lambda: [f"data: {line}" for line in opened().description],
+        conclusion=lambda final: _conclusion(final),
+        complete=None,
+    )
+
+
+def objective_loss(objective: ObjectiveConfig, *, z_loss: float = 0.0) -> Loss:
+    """The loss of an objective's configuration.
+
+    A term `told`, which adds nothing, says which share of the tokens that are read is told, so that
+    a step's `tokens` are those that are read.
+
+    Args:
+        objective: Which, and its numbers.
+        z_loss: Of sft; see `next_token_loss`.
+    """
+    how: dict[str, Any] = {"documents": objective.documents, "beta": objective.coefficient}
+    weights = {"desirable": objective.desirable, "undesirable": objective.undesirable}
+    makers: dict[str, Callable[[], Loss]] = {
+        "sft": lambda: next_token_loss(z_loss=z_loss),
+        "dpo": lambda: dpo_loss(**how),
+        "ipo": lambda: ipo_loss(**how),
+        "simpo": lambda: simpo_loss(**how, margin=objective.margin),
+        "orpo": lambda: orpo_loss(**how),
+        "kto": lambda: kto_loss(**how, **weights),
+    }
+    inner = makers[objective.name]()
+
+    @any_order
+    def loss(models: Any, batch: Batch, row_keys: Array | None = None) -> tuple[Terms, Sums]:
+        terms, metrics = inner(models, batch, row_keys=row_keys)
+        told = jnp.sum(batch["weights"].astype(jnp.float32))
+        return {**terms, "told": (told, real_tokens(batch), 0.0)}, metrics
+
+    return loss
+
+
+def _options(objective: ObjectiveConfig) -> dict[str, Any]:
+    if objective.name == "kto":
+        return kto_options(documents=objective.documents)
+    return reference_options() if objective.with_reference else {}
+
+
+def _validated(opened: Conversations, step: Step, state: TrainState) -> dict[str, float]:
+    """Means over all held-out examples, by the weights of the sources."""
+    found: dict[str, float] = {}
+    for source in opened.sources:
+        for name, mean in _means(opened, source, step, state).items():
+            found[name] = found.get(name, 0.0) + source.weight * mean
+    return found
+
+
+def _means(
+    opened: Conversations, source: Source, step: Step, state: TrainState
+) -> dict[str, float]:
+    objective = opened.config.objective
+    coefficients = {
+        "orpo": {"cross_entropy": 1.0, "odds": objective.coefficient},
+        "sft": {"cross_entropy": 1.0},
+    }.get(objective.name, {objective.name: 1.0})
+    names = [*coefficients, *(() if objective.name == "sft" else ("accuracy",))]
+    sums = {name: np.zeros(2) for name in names}
+    for batch in opened.held_out(step, source):
+        totals = step.evaluate(state, batch)
+        for name in names:
+            sums[name] += np.asarray(jax.device_get(totals[name]), np.float64)
+    means = {name: total / max(weight, 1e-30) for name, (total, weight) in sums.items()}
+    loss = sum(by * means[name] for name, by in coefficients.items())
+    return {VALIDATION_LOSS: loss, **({ACCURACY: means["accuracy"]} if "accuracy" in means else {})}
+
+
+def _flops(config: TrainConfig) -> int:
+    """Of a step: both passes of the policy, and those without gradients."""
+    data, sizes = config.data, config.model.decoder()
+    learning = sizes.train_flops_per_token(data.seq_len, frozen=bool(config.adapter))
+    forward = sizes.train_flops_per_token(data.seq_len) / 3
+    each = learning + _FORWARDS.get(config.objective.name, 0) * forward
+    return int(each * data.seq_len * data.global_batch)
+
+
+def _formula(config: TrainConfig) -> str:
+    beside = 2 * _FORWARDS.get(config.objective.name, 0)
+    more = f" and {beside} for passes without gradients" if beside else ""
+    more += ", the adapter's own left out," if config.adapter else ""
+    return _FORMULA.format(each=4 if config.adapter else 6, more=more)
+
+
+def _conclusion(final: Mapping[str, Any]) -> list[str]:
+    loss, accuracy = final.get(VALIDATION_LOSS), final.get(ACCURACY)
+    if loss is None:
+        return []
+    if accuracy is None:
+        return [f"validation loss {loss:.4f} per token of an answer"]
+    return [f"validation loss {loss:.4f}; {accuracy:.1%} of what is held out on the right side"]
