@@ -1,0 +1,221 @@
+"""Runs on conversations: any mesh, resumed, packed or not; what they keep and what they refuse."""
+
+import json
+import math
+
+import jax
+import numpy as np
+import pytest
+
+from colossax.checkpoint import find_checkpoint
+from colossax.config import BatchConfig, Plan, Precision
+from colossax.data import Chat
+from colossax.data.chats.template import PLAIN
+from colossax.errors import DataError, InputError
+from colossax.models import LlamaConfig, maker, params_of_tree, write_checkpoint
+from colossax.nn import AdapterConfig
+from colossax.optim import adamw
+from colossax.planner import build_step
+from colossax.planner.task_step import settle_task, task_step
+from colossax.recipes import recipe
+from colossax.tasks import MaskConfig, ObjectiveConfig, next_token_loss, task_of
+from colossax.tasks.config import train_config_from_json, train_config_to_json
+from tests.launching import metrics
+from tests.serve.fake import TOKENIZER
+from tests.tasks.small_text import changed, ran
+
+MODEL = LlamaConfig(
+    vocab=272, embed=32, layers=2, heads=4, kv_heads=2, mlp=64, max_seq=256, init_std=0.1
+)
+MESHES = [{"fsdp": 2, "tensor": 2, "ring": 2}, {"data": 4, "ulysses": 2}]
+
+
+def written(path, records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
+def sums(*, of):
+    """Questions of small numbers: answered, answered twice, or judged."""
+    for a in range(of):
+        for b in range(of):
+            question, right = f"{a}+{b}?", f"{a + b}"
+            wrong = "?" * (1 + a % 3)
+            yield question, right, wrong
+
+
+RECORDS = {
+    "sft": [{"prompt": q, "completion": right} for q, right, _ in sums(of=6)],
+    "dpo": [{"prompt": q, "chosen": right, "rejected": wrong} for q, right, wrong in sums(of=6)],
+    "kto": [
+        {"prompt": q, "completion": answer, "label": good}
+        for q, right, wrong in sums(of=5)
+        for answer, good in ((right, True), (wrong, False))
+    ],
+}
+RECORDS |= dict.fromkeys(("ipo", "simpo", "orpo"), RECORDS["dpo"])
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory, monkeypatch):
+    monkeypatch.setenv("COLOSSAX_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A checkpoint of a random model, with a tokenizer of bytes and no template."""
+    folder = tmp_path_factory.mktemp("base")
+    params = params_of_tree(MODEL, started().init(seed=1)["params"])
+    write_checkpoint(params, folder, {"tokenizer": TOKENIZER.to_json()})
+    return folder
+
+
+def started(task=None):
+    """A step of the model on one device, or of a task."""
+    devices = jax.devices()[:1]
+    if task is None:
+        return build_step(maker(MODEL), adamw(1e-3), next_token_loss(), Plan(), devices=devices)
+    return task_step(task, settle_task(task, Plan(), devices), devices)
+
+
+def config_of(name, base, folder, **data):
+    """A recipe's run of six steps on its records."""
+    config = recipe(name).replace(model=MODEL, init=str(base), steps=6, validate_every=3)
+    config = config.replace(checkpoint_every=3, plan=Plan(precision=Precision()))
+    path = written(folder / f"{name}.jsonl", RECORDS[name])
+    sizes = {"seq_len": 96, "global_batch": 8, "validation_fraction": 0.2, **data}
+    config = changed(config, "data", path=path, **sizes)
+    return changed(config, "optimizer", peak_lr=3e-3, warmup=1, schedule_steps=6)
+
+
+def losses(folder):
+    return np.array([[loss or 0, held_out or 0] for _, loss, held_out in metrics(folder)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sft", "dpo", "kto"])
+def test_a_run_resumed_on_other_meshes_is_one_that_nobody_touched(name, base, tmp_path):
+    config = config_of(name, base, tmp_path)
+    final = ran(config, tmp_path / "whole")
+    for number, mesh in enumerate(MESHES):
+        plan = Plan(mesh=mesh, batch=BatchConfig(accumulation=1 + number))
+        part = config.replace(steps=3 * number + 3, plan=plan)
+        ran(part, tmp_path / "parts", resume="auto")
+    whole, parts = losses(tmp_path / "whole"), losses(tmp_path / "parts")
+    np.testing.assert_allclose(parts, whole, rtol=5e-5, atol=1e-6)
+    assert whole[-1, 0] < whole[0, 0]
+    if name != "sft":
+        assert 0 <= final["validation_accuracy"] <= 1
+    if name == "dpo":
+        assert whole[0, 0] == pytest.approx(math.log(2), rel=1e-5)
+
+
+@pytest.mark.catches("answers-see-their-neighbours")
+@pytest.mark.parametrize("name", ["sft", "simpo"])
+def test_packed_rows_are_rows_of_their_own(name, base, tmp_path):
+    """What is held out has one loss, whether its examples share rows or not."""
+    found = []
+    for packing in ("packed", "whole"):
+        config = config_of(name, base, tmp_path, packing=packing, validation_batches=9)
+        task = task_of(config)
+        step = started(task)
+        state = step.init(seed=1)
+        found.append(task.evaluated(step, state)["validation_loss"])
+        told = task.introduction()[0]
+        if packing == "whole":
+            count = int(told.split()[1])
+            assert f"in {count:,} rows" in told
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
+
+
+def test_what_a_checkpoint_keeps(base, tmp_path):
+    ran(config_of("sft", base, tmp_path).replace(steps=1), tmp_path / "run")
+    found = find_checkpoint(str(tmp_path / "run"))
+    assert Chat.from_json(found.document("chat", dict)) == Chat(template=PLAIN)
+    assert json.loads(found.document("tokenizer", str)) == json.loads(TOKENIZER.to_json())
+
+
+def test_which_run_it_is(base, tmp_path):
+    config = config_of("dpo", base, tmp_path)
+    one, other = (
+        task_of(changed(config, "objective", beta=beta)).identity() for beta in (0.1, 0.3)
+    )
+    assert task_of(config).identity() == one
+    assert one["objective"]["beta"] == 0.1 and other["objective"]["beta"] == 0.3
+    assert train_config_from_json(train_config_to_json(config)) == config
+
+
+def test_what_is_told_of_the_data(base, tmp_path):
+    long = [*RECORDS["dpo"], {"prompt": "x" * 90, "chosen": "a", "rejected": "b"}]
+    config = config_of("dpo", base, tmp_path)
+    config = changed(config, "data", path=written(tmp_path / "long.jsonl", long))
+    (line,) = task_of(config).introduction()
+    assert "pairs in " in line and "1 left out as they are longer than a row" in line
+    mixture = {config.data.path: 3.0, written(tmp_path / "other.jsonl", RECORDS["dpo"]): 1.0}
+    lines = task_of(changed(config, "data", path=None, mixture=mixture)).introduction()
+    assert [line.split(":")[1].strip() for line in lines] == [
+        "75.0% long.jsonl",
+        "25.0% other.jsonl",
+    ]
+
+
+def test_flops_count_every_pass(base, tmp_path):
+    sizes, tokens = MODEL.decoder(), 8 * 96
+    per_token = sizes.train_flops_per_token(96)
+    frozen = sizes.train_flops_per_token(96, frozen=True)
+    wanted = {"sft": per_token, "orpo": per_token, "dpo": frozen + per_token / 3}
+    wanted["kto"] = frozen + per_token
+    for name, each in wanted.items():
+        assert task_of(config_of(name, base, tmp_path)).flops == int(each * tokens)
+
+
+def other(**changes):
+    return lambda config: config.replace(**changes)
+
+
+REFUSED = {
+    "no adapter": ("dpo", other(adapter=AdapterConfig()), "adapter.rank: dpo holds the model"),
+    "masking": (
+        "sft",
+        lambda config: changed(config, "data", masking=MaskConfig()),
+        "objective.name: found sft beside data.masking",
+    ),
+    "encoder": ("sft", other(model=recipe("bert_stdlib").model), "is of decoders, whose text goes"),
+    "z loss": ("orpo", other(z_loss=1e-4), "found orpo beside z_loss"),
+}
+
+
+@pytest.mark.parametrize("slip", REFUSED)
+def test_what_does_not_go_together_is_refused(slip):
+    name, change, told = REFUSED[slip]
+    with pytest.raises(InputError, match=told):
+        change(recipe(name))
+
+
+def test_a_configuration_is_checked():
+    with pytest.raises(InputError, match="objective.name: unknown 'dpp'; did you mean 'dpo'"):
+        ObjectiveConfig(name="dpp")
+    with pytest.raises(InputError, match="objective.documents: found 3, and dpo has pairs"):
+        ObjectiveConfig(name="dpo", documents=3)
+
+
+def test_files_that_do_not_do_are_refused(base, tmp_path):
+    config = config_of("dpo", base, tmp_path)
+    with pytest.raises(InputError, match="data.path: dpo learns from conversations; give a file"):
+        task_of(changed(config, "data", path=None)).identity()
+    path = written(tmp_path / "half.jsonl", [{"prompt": "a", "chosen": "b"}])
+    with pytest.raises(DataError, match=r"half\.jsonl, line 1: has no field 'rejected'"):
+        task_of(changed(config, "data", path=path)).identity()
+    with pytest.raises(InputError, match="objective.template: .*none.jinja cannot be read"):
+        task_of(changed(config, "objective", template=str(tmp_path / "none.jinja"))).identity()
+    (tmp_path / "bad.jinja").write_text("{% for %}")
+    with pytest.raises(InputError, match="give another with --objective.template FILE"):
+        task_of(changed(config, "objective", template=str(tmp_path / "bad.jinja"))).identity()
+
+
+def test_a_reference_is_no_adapter(base, tmp_path):
+    config = config_of("sft", base, tmp_path).replace(steps=1, adapter=AdapterConfig(rank=2))
+    ran(config, tmp_path / "adapted")
+    config = config_of("dpo", base, tmp_path).replace(init=str(tmp_path / "adapted"))
+    with pytest.raises(InputError, match="is an adapter, and without it the model is not what dpo"):
+        task_of(config).identity()
