@@ -119,8 +119,8 @@ NAMES = {
         "AdapterConfig Drafter DrafterConfig TargetPages as_target block_mask drafter_maker "
         "target_pages FramesConfig PatchConfig even_head_dim expert_layer initialise "
         "kl_divergence named param pure renamed rope_tables rotate run_recurrence weight_of "
-        "window_slots with_adapter "
-        "with_gathers with_weights"
+        "has_adapter token_logps window_slots with_adapter "
+        "with_gathers with_weights without_adapter"
     ),
     "colossax.models": (
         "CohereConfig FalconConfig GLM4Config GLMConfig GPTJConfig GPTNeoXConfig Gemma2Config "
@@ -131,7 +131,7 @@ NAMES = {
         "Llama4Config LlamaConfig MistralConfig MixtralConfig ModelParams OLMoEConfig OPTConfig "
         "Qwen2Config Qwen2MoEConfig Qwen3Config Qwen3MoEConfig config_from_json config_to_json "
         "family_of maker merged most_used params_of_checkpoint params_of_tree pruned upcycled "
-        "with_layers write_checkpoint"
+        "with_layers write_checkpoint CHAT_DOCUMENT"
     ),
     "colossax.planner": (
         "Edge Facts Fitted HIDING_FORMULA HostTraffic Inspection LayoutCost ProgramsCost Settled "
@@ -145,7 +145,8 @@ NAMES = {
         "SpanConfig TrainConfig "
         "classification_loss contrastive_loss masked_token_loss preference_loss "
         "image_text_loss value_loss distillation_loss distillation_options next_token_loss task_of "
-        "initial_adapter initial_model train_config_from_json"
+        "initial_adapter initial_model train_config_from_json ObjectiveConfig dpo_loss ipo_loss "
+        "kto_loss kto_options orpo_loss reference_options simpo_loss"
     ),
     "colossax.run": (
         "AverageEvaluation BestCheckpoint Callback EarlyStopping Outcome ResumableBatches "

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from colossax.data.encoded import TOKENS, kept_tokens
+from colossax.data.hashing import lowest
 from colossax.data.sources import Documents
 from colossax.data.tokenizer import Tokenizer
 from colossax.data.tokens import CheckedTokens
@@ -96,7 +97,7 @@ class Corpus:
         """
         if self.document_count == 1:
             return self._cut(validation_fraction)
-        held_out = self.hashes.astype(np.float64) / 2.0**64 < validation_fraction
+        held_out = lowest(self.hashes, validation_fraction)
         order = np.argsort(self.hashes, kind="stable")
         held_out[order[0]], held_out[order[-1]] = True, False
         return self._select(np.flatnonzero(~held_out)), self._select(np.flatnonzero(held_out))

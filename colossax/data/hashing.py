@@ -25,6 +25,11 @@ def _mixed(z: np.ndarray) -> np.ndarray:
     return z ^ (z >> np.uint64(31))
 
 
+def lowest(hashes: np.ndarray, share: float) -> np.ndarray:
+    """Which of uint64 hashes, as numbers in [0, 1), lie below a share."""
+    return hashes.astype(np.float64) / 2.0**64 < share
+
+
 def keyed_permutation(*key: int, count: int) -> np.ndarray:
     """A permutation of `range(count)`, int64: the order of `keyed_uint64`. Cost: one sort."""
     return np.argsort(keyed_uint64(*key, count=count), kind="stable")

@@ -30,7 +30,7 @@ def judged(logps):
     return jnp.sum(jax.nn.log_sigmoid(jnp.sum(logps * jnp.arange(S), axis=-1)))
 
 
-@pytest.mark.catches("logps-without-their-temperature", "capped-logps-differentiated-uncapped")
+@pytest.mark.catches("logps-without-their-temperature")
 @pytest.mark.parametrize("vocab_sharded", [False, True])
 @pytest.mark.parametrize(
     ("chunks", "soft_cap", "temperature"),

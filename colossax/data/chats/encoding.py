@@ -13,6 +13,7 @@ from colossax.data.chats.forms import Wanted, example_of
 from colossax.data.chats.records import records_of
 from colossax.data.chats.template import ChatTemplate
 from colossax.data.encoded import TOKENS, kept_tokens
+from colossax.data.hashing import lowest
 from colossax.data.sources import Documents
 from colossax.data.tokenizer import Tokenizer
 from colossax.data.tokens import CheckedTokens
@@ -70,8 +71,7 @@ class Answers:
             raise DataError(
                 f"data: {len(self)} examples that say the same leave nothing to hold out; give more"
             )
-        held_out = self.hashes.astype(np.float64) / 2.0**64 < validation_fraction
-        held_out |= self.hashes == self.hashes.min()
+        held_out = lowest(self.hashes, validation_fraction) | (self.hashes == self.hashes.min())
         held_out &= self.hashes != self.hashes.max()
         return np.flatnonzero(~held_out), np.flatnonzero(held_out)
 

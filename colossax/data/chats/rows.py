@@ -98,14 +98,14 @@ class AnswerRows:
         self.seq_len, self.documents = seq_len, documents
         lengths = answers.lengths.reshape(-1, answers.of).sum(axis=1)[examples]
         most = 1 if alone else documents // answers.of
-        rows, left_out = packed(lengths, seq_len=seq_len, most=most)
-        if not rows:
+        shared, left_out = packed(lengths, seq_len=seq_len, most=most)
+        if not shared:
             raise DataError(
                 f"data.seq_len: rows have {seq_len} tokens, and the shortest example needs"
                 f" {lengths.min()}; make rows longer"
             )
-        self.count, self.left_out = len(rows), examples[left_out]
-        self._rows = [examples[row] for row in rows]
+        self.count, self.left_out = len(shared), examples[left_out]
+        self._rows = [examples[row] for row in shared]
         self._answers, self._seed, self._epochs = answers, seed, epochs
         self._lock = threading.Lock()
         self._order = functools.lru_cache(maxsize=2)(self._make_order)

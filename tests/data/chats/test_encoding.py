@@ -47,7 +47,8 @@ def encoded(path, wanted=Wanted.CONVERSATION, source=CHATML):
     return encode_answers(path_documents(path), TOKENIZER, template(source), wanted, source)
 
 
-@pytest.mark.catches("prompts-are-told", "ends-are-not-told")
+@pytest.mark.catches("prompts-are-told")
+@pytest.mark.catches("ends-are-not-told")
 def test_the_assistants_tokens_are_told_and_what_ends_them():
     tokens, said = told(CHATML, TWO)
     whole = [token for one in TWO for token in chatml(one["role"], one["content"])]

@@ -71,9 +71,9 @@ def prepared(lengths=UNEVEN):
     return {**batch, "reference_logps": said(REFERENCE, batch).astype(np.float32)}
 
 
-@pytest.mark.catches(
-    "ipo-of-sums", "simpo-of-sums", "odds-per-token", "pairs-count-what-is-not-there"
-)
+@pytest.mark.catches("ipo-of-sums")
+@pytest.mark.catches("simpo-of-sums")
+@pytest.mark.catches("odds-of-sums")
 @pytest.mark.parametrize("case", CASES)
 def test_it_is_its_formula(case):
     loss, truth = CASES[case]
@@ -81,6 +81,7 @@ def test_it_is_its_formula(case):
     check(loss, lambda policy: truth(policy, batch), batch, lambda policy: policy, POLICY)
 
 
+@pytest.mark.catches("half-a-pair-counts")
 @pytest.mark.parametrize("case", CASES)
 def test_half_a_pair_counts_for_nothing(case):
     """A row with a chosen answer alone, and one without any."""

@@ -128,6 +128,7 @@ def test_packed_rows_are_rows_of_their_own(name, base, tmp_path):
     assert found[0] == pytest.approx(found[1], rel=1e-5)
 
 
+@pytest.mark.catches("chat-is-not-kept")
 def test_what_a_checkpoint_keeps(base, tmp_path):
     ran(config_of("sft", base, tmp_path).replace(steps=1), tmp_path / "run")
     found = find_checkpoint(str(tmp_path / "run"))
@@ -135,6 +136,7 @@ def test_what_a_checkpoint_keeps(base, tmp_path):
     assert json.loads(found.document("tokenizer", str)) == json.loads(TOKENIZER.to_json())
 
 
+@pytest.mark.catches("objective-is-no-identity")
 def test_which_run_it_is(base, tmp_path):
     config = config_of("dpo", base, tmp_path)
     one, other = (
