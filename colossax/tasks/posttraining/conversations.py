@@ -189,6 +189,11 @@ def open_conversations(config: TrainConfig, group: Group) -> Conversations:
 
 def _check(config: TrainConfig) -> None:
     name = config.objective.name
+    if config.init is None and config.data.tokenizer is None:
+        raise InputError(
+            f"init: {name} teaches a model that is there, with its tokenizer; give its checkpoint"
+            " with --init, such as colossax import writes"
+        )
     if None in config.data.sources:
         raise InputError(
             f"data.path: {name} learns from conversations; give a file or folder of JSONL, JSON,"
