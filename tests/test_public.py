@@ -146,7 +146,8 @@ NAMES = {
         "classification_loss contrastive_loss masked_token_loss preference_loss "
         "image_text_loss value_loss distillation_loss distillation_options next_token_loss task_of "
         "initial_adapter initial_model train_config_from_json ObjectiveConfig dpo_loss ipo_loss "
-        "kto_loss kto_options orpo_loss reference_options simpo_loss"
+        "kto_loss kto_options orpo_loss reference_options simpo_loss PolicyConfig "
+        "clipped_value_loss gae group_advantages kl_estimate policy_loss whitened"
     ),
     "colossax.run": (
         "AverageEvaluation BestCheckpoint Callback EarlyStopping Outcome ResumableBatches "

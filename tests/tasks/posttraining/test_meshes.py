@@ -13,11 +13,13 @@ from colossax.nn import AdapterConfig, with_adapter
 from colossax.optim import sgd
 from colossax.planner import build_step
 from colossax.tasks import (
+    PolicyConfig,
     dpo_loss,
     ipo_loss,
     kto_loss,
     kto_options,
     orpo_loss,
+    policy_loss,
     reference_options,
     simpo_loss,
 )
@@ -37,6 +39,16 @@ OBJECTIVES = {
     "ipo": (ipo_loss(documents=DOCUMENTS), reference_options()),
     "simpo": (simpo_loss(documents=DOCUMENTS), {}),
     "orpo": (orpo_loss(documents=DOCUMENTS), {}),
+    "policy": (
+        policy_loss(PolicyConfig(divergence=0.1), documents=DOCUMENTS),
+        {
+            **reference_options(),
+            "batch_dims": {
+                **reference_options()["batch_dims"],
+                **dict.fromkeys(("advantages", "old_logps"), ("batch", "seq")),
+            },
+        },
+    ),
     "kto": (kto_loss(documents=DOCUMENTS), kto_options(documents=DOCUMENTS)),
 }
 
@@ -101,8 +113,12 @@ def step_of(name, plan):
 
 
 def given(name):
-    every = batch()
-    return every if name == "kto" else {n: x for n, x in every.items() if n in rows_of([])}
+    every, more = batch(), {}
+    if name == "policy":
+        rng = np.random.default_rng(6)
+        draws = rng.normal(size=(2, ROWS, SEQ)).astype(np.float32)
+        more = {"advantages": draws[0], "old_logps": -3 + 0.3 * draws[1]}
+    return every if name == "kto" else {n: x for n, x in every.items() if n in rows_of([])} | more
 
 
 def trained(name, plan):
