@@ -147,7 +147,8 @@ NAMES = {
         "image_text_loss value_loss distillation_loss distillation_options next_token_loss task_of "
         "initial_adapter initial_model train_config_from_json ObjectiveConfig dpo_loss ipo_loss "
         "kto_loss kto_options orpo_loss reference_options simpo_loss PolicyConfig "
-        "clipped_value_loss gae group_advantages kl_estimate policy_loss whitened"
+        "Answer RewardWorkers Rewarded clipped_value_loss gae "
+        "group_advantages kl_estimate policy_loss whitened"
     ),
     "colossax.run": (
         "AverageEvaluation BestCheckpoint Callback EarlyStopping Outcome ResumableBatches "

@@ -62,7 +62,8 @@ class Parser(argparse.ArgumentParser):
             known = set(re.findall(r"--[a-z][a-z0-9_.-]*[a-z0-9]", self.format_help()))
             unknown = [name for name in strange if name not in known]
             if unknown:
-                raise InputError(f"unknown option {unknown[0]}{nearest(unknown[0], known)}")
+                near = nearest(unknown[0], known, dotted=False)
+                raise InputError(f"unknown option {unknown[0]}{near}")
         return self.parse_args([self.alone.get(word, word) for word in words])
 
 

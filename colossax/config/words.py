@@ -82,10 +82,10 @@ Sources: PyTorch FSDP and DTensor, DeepSpeed, Megatron-LM, MaxText, Hugging Face
 """
 
 
-def nearest(word: str, choices: Iterable[str]) -> str:
+def nearest(word: str, choices: Iterable[str], *, dotted: bool = True) -> str:
     """`; did you mean 'x'?` where a choice is called `word` elsewhere or is close to it.
 
-    Else the list of choices.
+    Else the list of choices; unless `dotted`, only the number of those with dots in them.
     """
     choices = sorted(choices)
     bare = {choice.lstrip("-"): choice for choice in choices}
@@ -93,7 +93,9 @@ def nearest(word: str, choices: Iterable[str]) -> str:
     meant = _elsewhere(word, choices) or [bare[one] for one in close]
     if meant:
         return f"; did you mean '{meant[0]}'?"
-    return f"; known: {', '.join(choices)}"
+    plain = choices if dotted else [choice for choice in choices if "." not in choice]
+    more = len(choices) - len(plain)
+    return f"; known: {', '.join(plain)}{f', and {more} with dots, see --help' if more else ''}"
 
 
 def misspelt(word: str, choices: Iterable[str]) -> str | None:

@@ -37,6 +37,9 @@ if TYPE_CHECKING:
     from .posttraining.policy import kl_estimate as kl_estimate
     from .posttraining.policy import policy_loss as policy_loss
     from .posttraining.reference import reference_options as reference_options
+    from .posttraining.rewards.answer import Answer as Answer
+    from .posttraining.rewards.pool import Rewarded as Rewarded
+    from .posttraining.rewards.pool import RewardWorkers as RewardWorkers
     from .task import TAKEN as TAKEN
     from .task import Callback as Callback
     from .task import Evaluator as Evaluator

@@ -1,0 +1,1 @@
+"""Rewards of answers by a plain Python function, in processes of its own."""

@@ -1,0 +1,19 @@
+"""What a reward function is given."""
+
+import dataclasses
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Answer:
+    """An answer that a model gave.
+
+    Attributes:
+        text: What it says.
+        prompt: What was asked: messages with `role` and `content`.
+        record: Fields of the line that the prompt is from, such as the right answer.
+    """
+
+    text: str
+    prompt: tuple[dict[str, Any], ...] = ()
+    record: dict[str, Any] = dataclasses.field(default_factory=dict)

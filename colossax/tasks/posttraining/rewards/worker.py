@@ -1,0 +1,63 @@
+"""A process that gives rewards: a line of JSON in, a line out; without JAX.
+
+python -m colossax.tasks.posttraining.rewards.worker MODULE:FUNCTION BYTES
+"""
+
+import importlib
+import json
+import os
+import resource
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from colossax.tasks.posttraining.rewards.answer import Answer
+
+
+def main() -> int:
+    """Answer until nothing more is asked, and return the exit code."""
+    name, memory_bytes = sys.argv[1], int(sys.argv[2])
+    told = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # what the function prints is no answer of ours
+
+    def tell(**what: Any) -> None:
+        told.write(json.dumps(what) + "\n")
+        told.flush()
+
+    try:
+        function = _named(name)
+    except Exception as problem:  # noqa: BLE001 (any that the user's module raises)
+        tell(problem=f"{type(problem).__name__}: {' '.join(str(problem).split())}")
+        return 1
+    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+    tell(ready=True)
+    for line in sys.stdin:
+        tell(**_rewarded(function, json.loads(line)))
+    return 0
+
+
+def _rewarded(function: Callable[[list[Answer]], Any], asked: list[dict[str, Any]]) -> Any:
+    """Rewards of all answers, or why there are none."""
+    try:
+        answers = [Answer(**{**one, "prompt": tuple(one["prompt"])}) for one in asked]
+        found = function(answers)
+    except MemoryError:
+        return {"failed": "memory", "said": "it needs more memory than it may have"}
+    except Exception as problem:  # noqa: BLE001 (any that the user's function raises)
+        return {"failed": "error", "said": f"{type(problem).__name__}: {problem}"[:300]}
+    try:
+        return {"rewards": [float(one) for one in found]}
+    except (TypeError, ValueError):
+        return {"wrong": f"a {type(found).__name__}"}
+
+
+def _named(name: str) -> Callable[[list[Answer]], Any]:
+    module, _, attribute = name.partition(":")
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.append(here)
+    return getattr(importlib.import_module(module), attribute)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
