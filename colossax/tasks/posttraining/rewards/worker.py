@@ -40,8 +40,7 @@ def main() -> int:
 def _rewarded(function: Callable[[list[Answer]], Any], asked: list[dict[str, Any]]) -> Any:
     """Rewards of all answers, or why there are none."""
     try:
-        answers = [Answer(**{**one, "prompt": tuple(one["prompt"])}) for one in asked]
-        found = function(answers)
+        found = function([_answer(**one) for one in asked])
     except MemoryError:
         return {"failed": "memory", "said": "it needs more memory than it may have"}
     except Exception as problem:  # noqa: BLE001 (any that the user's function raises)
@@ -50,6 +49,10 @@ def _rewarded(function: Callable[[list[Answer]], Any], asked: list[dict[str, Any
         return {"rewards": [float(one) for one in found]}
     except (TypeError, ValueError):
         return {"wrong": f"a {type(found).__name__}"}
+
+
+def _answer(text: str, prompt: list[dict[str, Any]], record: dict[str, Any]) -> Answer:
+    return Answer(text=text, prompt=tuple(prompt), record=record)
 
 
 def _named(name: str) -> Callable[[list[Answer]], Any]:
