@@ -5,6 +5,7 @@ import contextlib
 import socket
 from typing import Any
 
+from colossax.checkpoint import RecordReader
 from colossax.cli.beside import adapters_of
 from colossax.cli.devices import choose_devices, request_host_devices
 from colossax.cli.drafting import drafter_of
@@ -116,7 +117,9 @@ def _facts(args: argparse.Namespace, stored: Any) -> dict[str, Any]:
             f" {config.max_seq} or fewer"
         )
     eos = tokenizer.eos if config.eos is None else config.eos
-    chat = Chat.from_json(stored.origin[0].document("chat", dict))
+    readers = (RecordReader(stored.directory, stored.step), stored.origin[0])  # an adapter's first
+    found = (reader.document("chat", dict) for reader in readers)
+    chat = Chat.from_json(next(filter(None, found), None))
     given = template_of(args)
     return {
         "model": args.name or _name(stored),

@@ -1,11 +1,12 @@
 """The documents of one file: text, JSONL, Parquet, Arrow or Python source."""
 
+import contextlib
 import dataclasses
 import enum
 import io
 import json
 import tokenize
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -155,14 +156,24 @@ def record_batches(file: Path, kind: Kind, check: Callable[[Any], object]) -> It
         check: Told the schema first; of Parquet it may give columns, which are read alone.
 
     Raises:
-        DataError: The file is damaged, or cannot be read.
+        DataError: The file cannot be read. Of damage see `damage_told`.
+    """
+    with open_bytes(file):
+        pass  # what the system does not let us read is not damaged
+    yield from (_parquet if kind is Kind.PARQUET else _arrow)(file, check)
+
+
+@contextlib.contextmanager
+def damage_told(file: Path, kind: Kind) -> Generator[None]:
+    """What pyarrow raises inside, as it meets damage, is told of the file.
+
+    Raises:
+        DataError: That.
     """
     import pyarrow
 
-    with open_bytes(file):
-        pass  # what the system does not let us read is not damaged
     try:
-        yield from (_parquet if kind is Kind.PARQUET else _arrow)(file, check)
+        yield
     # pyarrow reports damage as either, depending on where it meets it.
     except (pyarrow.ArrowException, OSError) as problem:
         reason = str(problem).partition("\n")[0].rstrip(".")
@@ -200,15 +211,16 @@ def _read_columns(file: Path, reading: Reading, kind: Kind) -> Iterator[str | No
         return [reading.text_field]
 
     row = 0
-    for batch in record_batches(file, kind, check):
-        for raw in _as_bytes(batch.column(reading.text_field)):
-            row += 1
-            if raw is None:
-                raise DataError(
-                    f"{file}, row {row}: column '{reading.text_field}' is null; it must hold a"
-                    " string"
-                )
-            yield reading.decode(raw, f"{file}, row {row}")
+    with damage_told(file, kind):
+        for batch in record_batches(file, kind, check):
+            for raw in _as_bytes(batch.column(reading.text_field)):
+                row += 1
+                if raw is None:
+                    raise DataError(
+                        f"{file}, row {row}: column '{reading.text_field}' is null; it must hold a"
+                        " string"
+                    )
+                yield reading.decode(raw, f"{file}, row {row}")
 
 
 def _check_column(schema: Any, field: str, file: Path) -> None:

@@ -34,6 +34,7 @@ class Answers:
         offsets: int64 `[documents + 1]`.
         hashes: uint64 `[examples]`, of what each says.
         good: int8 `[examples]`: of judged answers 1 or 0.
+        prompts: uint64 `[examples]`, of what each asks.
         of: Documents of an example: 2 of pairs, the chosen one first.
         fingerprint: Hash of records, template and tokenizer.
     """
@@ -42,6 +43,7 @@ class Answers:
     offsets: np.ndarray
     hashes: np.ndarray
     good: np.ndarray
+    prompts: np.ndarray
     of: int
     fingerprint: str
 
@@ -58,22 +60,47 @@ class Answers:
         found = self.tokens[int(self.offsets[number]) : int(self.offsets[number + 1])]
         return (found & ~_TOLD).astype(np.int32), found >= _TOLD
 
-    def split(self, validation_fraction: float) -> tuple[np.ndarray, np.ndarray]:
+    def split(
+        self, validation_fraction: float, *, longest: int, least: int = 1
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Numbers of the examples to train on, and of those held out.
 
-        As of a corpus: by the hash of what an example says, so that copies stay together, and each
-        side gets one at least.
+        As of a corpus: by the hash of what an example says, so that copies stay together.
+
+        Args:
+            validation_fraction: Share that is held out.
+            longest: Tokens of a row; what is longer is on neither side.
+            least: Examples that say different things, of each side.
 
         Raises:
-            DataError: There is one example alone.
+            DataError: Fewer than that fit into rows.
         """
-        if len(set(self.hashes.tolist())) < 2:
+        lengths = self.lengths.reshape(-1, self.of).sum(axis=1)
+        fit = np.flatnonzero(lengths <= longest)
+        if not fit.size:
             raise DataError(
-                f"data: {len(self)} examples that say the same leave nothing to hold out; give more"
+                f"data.seq_len: rows have {longest} tokens, and the shortest example needs"
+                f" {lengths.min()}; make rows longer"
             )
-        held_out = lowest(self.hashes, validation_fraction) | (self.hashes == self.hashes.min())
-        held_out &= self.hashes != self.hashes.max()
-        return np.flatnonzero(~held_out), np.flatnonzero(held_out)
+        hashes = self.hashes[fit]
+        each = np.unique(hashes)
+        if len(each) < 2 * least:
+            raise DataError(
+                f"data: {len(fit)} examples fit into rows of {longest} tokens, and {len(each)} of"
+                f" them say different things; {2 * least} are needed, to train on and to hold out:"
+                " give more, or make data.seq_len larger"
+            )
+        held_out = lowest(hashes, validation_fraction) | np.isin(hashes, each[:least])
+        held_out &= ~np.isin(hashes, each[-least:])
+        return fit[~held_out], fit[held_out]
+
+    def ends(self) -> set[int]:
+        """The tokens that the first example's answers end with."""
+        return {
+            int(tokens[at])
+            for tokens, told in map(self.document, range(self.of))
+            for at in np.flatnonzero(told & ~np.append(told[1:], False))
+        }
 
 
 def encode_answers(
@@ -100,25 +127,30 @@ def encode_answers(
 
     def write(folder: Path) -> None:
         offsets, hashes, good = array.array("q", [0]), array.array("Q"), array.array("b")
+        prompts = array.array("Q")
         with (folder / TOKENS).open("wb") as file:
             for each, judged in _examples(documents, template, wanted):
-                digest = hashlib.blake2b(digest_size=8)
                 for document in each:
-                    digest.update(document.tobytes())
                     file.write(document.data)
                     offsets.append(offsets[-1] + len(document))
-                hashes.append(int.from_bytes(digest.digest(), "little"))
+                hashes.append(_hash(np.concatenate(each)))
+                prompts.append(_hash(each[0][each[0] < _TOLD]))
                 good.append(bool(judged))
         for name, found, dtype in (
             ("offsets", offsets, np.int64),
             ("hashes", hashes, np.uint64),
             ("good", good, np.int8),
+            ("prompts", prompts, np.uint64),
         ):
             np.save(folder / f"{name}.npy", np.array(found, dtype))
 
     tokens, arrays = kept_tokens("answers", fingerprint, np.dtype(np.uint32), write)
     of = 2 if wanted is Wanted.PAIR else 1
     return Answers(tokens=tokens, **arrays, of=of, fingerprint=fingerprint)
+
+
+def _hash(tokens: np.ndarray) -> int:
+    return int.from_bytes(hashlib.blake2b(tokens.tobytes(), digest_size=8).digest(), "little")
 
 
 def _examples(
@@ -130,7 +162,7 @@ def _examples(
         for answer in example.answers:
             messages = [*example.prompt, *answer]
             try:
-                tokens, told = template.told(messages, len(example.prompt))
+                tokens, told = template.told(messages, len(example.prompt), example.tools)
             except InputError as problem:
                 raise DataError(f"{where}: {problem}") from None
             each.append(np.where(told, _TOLD, np.uint32(0)) | np.asarray(tokens, np.uint32))
@@ -143,7 +175,7 @@ def template_source(template: str, bos: str, eos: str) -> str:
 
 
 def chat_template(template: str, tokenizer: Tokenizer, *, bos: str, instead: str) -> ChatTemplate:
-    """A template for records: longer conversations than a server takes are encoded, and told of.
+    """A template for records: of any length, and no day is written, so that each has one form.
 
     Raises:
         InputError: It is no template.
@@ -155,4 +187,5 @@ def chat_template(template: str, tokenizer: Tokenizer, *, bos: str, instead: str
         eos=tokenizer.end,
         most_chars=_MOST_CHARS,
         instead=instead,
+        dated=False,
     )

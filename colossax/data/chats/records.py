@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from colossax.data.files import open_bytes
-from colossax.data.readers import Kind, object_of_line, record_batches
+from colossax.data.readers import Kind, damage_told, object_of_line, record_batches
 from colossax.data.sources import Documents
 from colossax.documents import parse_json
 from colossax.errors import DataError
@@ -56,11 +56,20 @@ def _lines(file: Path) -> Iterator[Record]:
 
 def _rows(file: Path, kind: Kind) -> Iterator[Record]:
     row = 0
-    for batch in record_batches(file, kind, lambda schema: None):
-        for record in batch.to_pylist():
-            row += 1
-            # A column that some rows lack is null in them.
-            yield f"{file}, row {row}", {k: x for k, x in record.items() if x is not None}
+    with damage_told(file, kind):
+        for batch in record_batches(file, kind, lambda schema: None):
+            for at in range(batch.num_rows):
+                row += 1
+                yield _record(batch.slice(at, 1), f"{file}, row {row}")
+
+
+def _record(batch: Any, where: str) -> Record:
+    """Of a batch of one row; a column that other rows have is null in it, and left out."""
+    try:
+        (record,) = batch.to_pylist()
+    except UnicodeDecodeError as problem:
+        raise DataError(f"{where}: is not UTF-8 ({problem.reason}); convert it") from None
+    return where, {name: value for name, value in record.items() if value is not None}
 
 
 def _list(file: Path) -> Iterator[Record]:

@@ -152,19 +152,22 @@ class JudgedRows(AnswerRows):
     """`AnswerRows` of judged answers, with what KTO asks beside them.
 
     - `desirable`: int32 `[documents]`, 1 for a good answer.
-    - `mismatched_tokens`, ...: a row of the same prompts, each with the answer of another example,
-      those of a cycle through all that is drawn for each epoch.
+    - `mismatched_tokens`, ...: a row of the same prompts, each with the answer to another prompt:
+      the next of them in a cycle through all examples, which is drawn for each epoch.
 
     What does not fit of such a row is left out of it.
+
+    Raises:
+        DataError: All examples answer one prompt.
     """
 
     def __init__(self, answers: Answers, examples: np.ndarray, **how):
         super().__init__(answers, examples, **how)
         self._fit = np.setdiff1d(examples, self.left_out)
-        if len(self._fit) < 2:
+        if len(np.unique(answers.prompts[self._fit])) < 2:
             raise DataError(
-                "data: one example alone has no other prompt to answer, which kto asks for; give"
-                " more"
+                f"data: {len(self._fit)} examples answer one prompt alone, and kto asks for answers"
+                " to others; give more"
             )
         self._cycle = functools.lru_cache(maxsize=2)(self._make_cycle)
 
@@ -173,8 +176,7 @@ class JudgedRows(AnswerRows):
         examples = self.examples(row)
         with self._lock:
             order, place = self._cycle(epoch)
-        others = [int(order[(place[int(n)] + 1) % len(order)]) for n in examples]
-        crossed = [self._crossed(int(n), other) for n, other in zip(examples, others, strict=True)]
+        crossed = [self._crossed(int(n), self._other(order, place[int(n)])) for n in examples]
         room = np.cumsum([len(tokens) - 1 for tokens, _ in crossed]) <= self.seq_len
         beside = self.filled([one for one, fits in zip(crossed, room, strict=True) if fits])
         good = np.zeros(self.documents, np.int32)
@@ -182,6 +184,14 @@ class JudgedRows(AnswerRows):
         if self._epochs is not None and epoch >= self._epochs:
             beside["weights"][:] = 0
         return {**out, **{MISMATCHED + name: x for name, x in beside.items()}, "desirable": good}
+
+    def _other(self, order: np.ndarray, at: int) -> int:
+        """The next example of another prompt."""
+        prompts = self._answers.prompts
+        own = prompts[order[at]]
+        while prompts[order[at]] == own:
+            at = (at + 1) % len(order)
+        return int(order[at])
 
     def _crossed(self, prompt: int, answer: int) -> tuple[np.ndarray, np.ndarray]:
         """The prompt of one example with the answer of another, each example one document."""

@@ -28,6 +28,7 @@ MARKS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
 
 PLAIN = (
     "{{ bos_token }}{% for message in messages %}"
+    "{% if message.tool_calls %}{{ raise_exception('it knows no calls of functions') }}{% endif %}"
     "{{ '<|' + message.role + '|>\n' + message.content }}"
     "{% if message.role == 'assistant' %}{{ eos_token }}{% endif %}{{ '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
@@ -140,6 +141,8 @@ class ChatTemplate:
         eos: `eos_token` of the template.
         most_chars: Longest prompt that is written.
         instead: What to do where the source is no template, for people.
+        dated: Whether it may write the day; without, `strftime_now` is not there, and templates
+            write the day that they fall back to.
 
     Raises:
         InputError: The source is no template.
@@ -154,6 +157,7 @@ class ChatTemplate:
         eos: str,
         most_chars: int,
         instead: str = "give 'prompt' to /v1/completions",
+        dated: bool = True,
     ) -> None:
         self._tokenizer, self._most = tokenizer, most_chars
         self._names = {"bos_token": bos, "eos_token": eos, "documents": None}
@@ -164,7 +168,9 @@ class ChatTemplate:
         )
         environment.filters["tojson"] = _to_json
         known: Any = environment.globals
-        known.update(raise_exception=_raise, strftime_now=_now, dict=_Dict(), namespace=_Namespace)
+        known.update(raise_exception=_raise, dict=_Dict(), namespace=_Namespace)
+        if dated:
+            known["strftime_now"] = _now
         try:
             self._template = environment.from_string(source)
             names = jinja2.meta.find_undeclared_variables(environment.parse(source))
@@ -192,7 +198,10 @@ class ChatTemplate:
         )
 
     def told(
-        self, messages: Sequence[Mapping[str, Any]], first: int = 0
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        first: int = 0,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> tuple[list[int], list[bool]]:
         """A conversation as token ids, and which of them an assistant says.
 
@@ -203,24 +212,31 @@ class ChatTemplate:
         Args:
             messages: See `tokens`.
             first: Number of the message from which on answers are told.
+            tools: See `tokens`.
 
         Raises:
             InputError: See `tokens`; or nothing is told; or what the template writes of a message
                 changes with those behind it, so that an answer is not what the model would say.
         """
-        guard = _Guard(self._tokenizer.specials, messages)
-        marked = guard.marked([*messages])
+        guard = _Guard(self._tokenizer.specials, [*messages, *tools])
+        marked, known = guard.marked([*messages]), guard.marked([*tools])
         found: list[tuple[list[int], bool]] = []
         before = ""
         for at, message in enumerate(messages):
             if message["role"] != "assistant" or at < first:
                 continue
-            asked = self._written(marked[:at])
-            whole = self._written(marked[: at + 1], ask=False)
-            if not (asked.startswith(before) and whole.startswith(asked)):
+            asked = self._written(marked[:at], known)
+            whole = self._written(marked[: at + 1], known, ask=False)
+            if not whole.startswith(asked):
                 raise InputError(
-                    f"messages: what the model's chat template writes of message {at + 1} depends"
-                    " on those behind it; cut the conversation there, or give another template"
+                    f"messages: what the model's chat template writes to ask for message {at + 1}"
+                    " is not how it begins to write that message; give another template"
+                )
+            if not asked.startswith(before):
+                raise InputError(
+                    f"messages: what the model's chat template writes before message {at + 1}"
+                    " changes with what follows; cut the conversation there, or give another"
+                    " template"
                 )
             said = guard.without_space_behind(whole[len(asked) :])
             found += [(self._encoded(guard, asked[len(before) :]), False)]

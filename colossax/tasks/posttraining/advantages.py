@@ -21,11 +21,16 @@ def group_advantages(rewards: np.ndarray, groups: np.ndarray, *, scaled: bool = 
         float64 `[n]`.
 
     Raises:
-        InputError: A group has one answer, or a reward is not finite; names it.
+        InputError: A group has one answer, or a reward is not finite; names it. Or lengths differ.
 
     Source: Shao et al. 2024, DeepSeekMath; Liu et al. 2025.
     """
     rewards, groups = np.asarray(rewards, np.float64), np.asarray(groups)
+    if rewards.shape != groups.shape or rewards.ndim != 1:
+        raise InputError(
+            f"groups: rewards have shape {list(rewards.shape)} and groups {list(groups.shape)};"
+            " give one of each for every answer"
+        )
     if not np.isfinite(rewards).all():
         at = int(np.argmin(np.isfinite(rewards)))
         raise InputError(

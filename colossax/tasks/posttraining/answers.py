@@ -46,8 +46,18 @@ class Answers:
 
 
 def policy_of(models: Any) -> Any:
-    """The model that learns, of several by its name."""
-    return models[POLICY] if isinstance(models, Models) else models
+    """The model that learns, of several by its name.
+
+    Raises:
+        InputError: None has that name.
+    """
+    if not isinstance(models, Models):
+        return models
+    if POLICY not in models:
+        raise InputError(
+            f"{POLICY}: of the models {sorted(models)} none is it; name the one that learns so"
+        )
+    return models[POLICY]
 
 
 def told_logps(

@@ -79,6 +79,16 @@ class Conversations:
         """For people, a line for each source."""
         return tuple(self._described(source) for source in self.sources)
 
+    def check(self) -> None:
+        """Make the rows of both sides, so that what is wrong with them is said before training.
+
+        Raises:
+            DataError: See `AnswerRows`.
+        """
+        for source in self.sources:
+            for examples in (source.training, source.held_out):
+                self._rows_of(source, examples, self.config.seed)
+
     @contextlib.contextmanager
     def batches(self, step: Step, start: int) -> Iterator[Iterator[Batch]]:
         """Endless global batches from number `start` on, made ahead by threads."""
@@ -184,7 +194,11 @@ def open_conversations(config: TrainConfig, group: Group) -> Conversations:
 
     group.from_first(lambda: encode() and None)
     sources = group.together(encode)
-    return Conversations(config=config, tokenizer=tokenizer, chat=chat, sources=sources)
+    found = Conversations(
+        config=config, tokenizer=tokenizer, chat=_ending(chat, tokenizer, sources), sources=sources
+    )
+    group.together(found.check)
+    return found
 
 
 def _check(config: TrainConfig) -> None:
@@ -225,6 +239,13 @@ def _chat(config: TrainConfig) -> Chat:
         ) from None
 
 
+def _ending(chat: Chat, tokenizer: Tokenizer, sources: tuple[Source, ...]) -> Chat:
+    """With the special tokens that the answers end with, at which a server is to stop."""
+    special = {*tokenizer.specials.values()} - {tokenizer.eos}
+    ends = set().union(*(source.answers.ends() for source in sources)) & special
+    return dataclasses.replace(chat, ends=tuple(sorted({*chat.ends, *ends})))
+
+
 def _source(
     config: TrainConfig,
     tokenizer: Tokenizer,
@@ -244,7 +265,11 @@ def _source(
     wanted = Wanted.JUDGED if config.objective.name == "kto" else wanted
     source = template_source(chat.template, chat.bos, tokenizer.end)
     answers = encode_answers(documents, tokenizer, template, wanted, source)
-    training, held_out = answers.split(config.data.validation_fraction)
+    training, held_out = answers.split(
+        config.data.validation_fraction,
+        longest=config.data.seq_len,
+        least=2 if wanted is Wanted.JUDGED else 1,
+    )
     return Source(name=name, weight=weight, answers=answers, training=training, held_out=held_out)
 
 

@@ -93,7 +93,8 @@ def simpo_loss(*, documents: int, beta: float = 2.0, margin: float = 1.0) -> Los
 
     def judge(pair: Pair) -> Judged:
         ahead = beta * (pair[0].means - pair[1].means) - margin
-        return {"simpo": (*counted(-jax.nn.log_sigmoid(ahead), _whole(pair)), 1.0)}, ahead
+        lost = -jax.nn.log_sigmoid(ahead)
+        return {"simpo": (*counted(lost, _whole(pair)), 1.0)}, ahead + margin
 
     return _alone("simpo_loss", documents, judge)
 
@@ -139,8 +140,8 @@ def _above(pair: Pair, reference: Pair, *, mean: bool) -> Float[Array, "b p"]:
 
 
 def _odds(answers: Answers, whole: Array) -> Float[Array, "b p"]:
-    # Where there is no pair any number below 0 does: at 0 the gradient would be none.
-    mean = jnp.where(whole > 0, answers.means, -1.0)
+    # Where there is no pair any number below 0 does; at 0, of what is certain, odds have no end.
+    mean = jnp.where(whole > 0, jnp.minimum(answers.means, -1e-6), -1.0)
     return mean - jnp.log(-jnp.expm1(mean))
 
 

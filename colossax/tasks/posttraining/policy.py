@@ -103,9 +103,11 @@ def policy_loss(config: PolicyConfig, *, documents: int) -> Loss:
         logps, sums = told_logps(model, batch, row_keys, temperature=config.temperature)
         weights = batch["weights"].astype(jnp.float32)
         old = batch.get(OLD_LOGPS, jax.lax.stop_gradient(logps))
-        # Where nothing is told any number may stand: its ratio would be multiplied by 0.
-        ratio = jnp.exp(jnp.where(weights > 0, logps - old, 0.0))
-        gained, clipped = _gained(config, ratio, batch[ADVANTAGES])
+        # Where nothing is told any number may stand.
+        moved = jnp.where(weights > 0, logps - old, 0.0)
+        ratio = jnp.exp(moved)
+        advantages = jnp.where(weights > 0, batch[ADVANTAGES], 0.0)
+        gained, clipped = _gained(config, ratio, advantages)
         shares, count = _shares(config, weights, batch, documents)
         terms: Terms = {"policy": (-jnp.sum(gained * shares), count, 1.0)}
         told = jnp.sum(weights)
@@ -113,7 +115,7 @@ def policy_loss(config: PolicyConfig, *, documents: int) -> Loss:
             "ratio": (jnp.sum(ratio * weights), told),
             "largest_ratio": Maximum(jnp.max(jnp.where(weights > 0, ratio, 0.0))),
             "clipped": (jnp.sum(clipped * weights), told),
-            "log_ratio": (jnp.sum((logps - old) * weights), told),
+            "log_ratio": (jnp.sum(moved * weights), told),
         }
         if config.divergence:
             further = jnp.where(weights > 0, logps - batch[REFERENCE_LOGPS], 0.0)

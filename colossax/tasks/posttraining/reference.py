@@ -4,16 +4,19 @@ from typing import Any
 
 from colossax.errors import InputError
 from colossax.nn import Models, has_adapter, without_adapter
-from colossax.tasks.posttraining.answers import REFERENCE, REFERENCE_LOGPS, told_logps
+from colossax.tasks.posttraining.answers import POLICY, REFERENCE, REFERENCE_LOGPS, told_logps
 from colossax.typing import Batch
 
 
-def reference_options() -> dict[str, Any]:
+def reference_options(*, temperature: float = 1.0) -> dict[str, Any]:
     """Fields of `StepOptions` that objectives with a reference ask for.
 
     For `boost({"policy": ..., "reference": ...}, optimizer, dpo_loss(documents=8), plan,
     **reference_options())`; or of one model with an adapter, whose reference is the same model
     without it, so that no second copy of the weights is there.
+
+    Args:
+        temperature: That answers were drawn at, as `PolicyConfig` has it.
 
     Raises:
         InputError: When traced: one model is given and it has no adapter, or the reference has
@@ -21,14 +24,18 @@ def reference_options() -> dict[str, Any]:
 
     Cost: the reference's forward pass over the global batch, and 4 bytes per token.
     """
+
+    def prepare(models: Any, batch: Batch) -> Batch:
+        return {**batch, REFERENCE_LOGPS: said_by_reference(models, batch, temperature)}
+
     return {
-        "prepare": _prepare,
+        "prepare": prepare,
         "trainable": lambda info: info.model != REFERENCE,
         "batch_dims": {REFERENCE_LOGPS: ("batch", "seq")},
     }
 
 
-def said_by_reference(models: Any, batch: Batch) -> Any:
+def said_by_reference(models: Any, batch: Batch, temperature: float = 1.0) -> Any:
     """Log-probability of each target, `[b, s]`, by the reference among `models`."""
     if not isinstance(models, Models):
         if not has_adapter(models):
@@ -37,21 +44,18 @@ def said_by_reference(models: Any, batch: Batch) -> Any:
                 " was before; give two models by name, 'policy' and 'reference', or nn.with_adapter"
             )
         with without_adapter():
-            return told_logps(models, batch)[0]
-    if REFERENCE not in models:
-        raise InputError(
-            f"{REFERENCE}: of the models {sorted(models)} none is it; name the frozen one so"
-        )
+            return told_logps(models, batch, temperature=temperature)[0]
+    for name, kind in ((POLICY, "that learns"), (REFERENCE, "that is frozen")):
+        if name not in models:
+            raise InputError(
+                f"{name}: of the models {sorted(models)} none is it; name the one {kind} so"
+            )
     _check_vocabularies(models)
-    return told_logps(models[REFERENCE], batch)[0]
-
-
-def _prepare(models: Any, batch: Batch) -> Batch:
-    return {**batch, REFERENCE_LOGPS: said_by_reference(models, batch)}
+    return told_logps(models[REFERENCE], batch, temperature=temperature)[0]
 
 
 def _check_vocabularies(models: Models) -> None:
-    sizes = {name: models[name].head_weight().shape[1] for name in models}
+    sizes = {name: models[name].head_weight().shape[1] for name in (POLICY, REFERENCE)}
     if len(set(sizes.values())) > 1:
         told = " and ".join(f"{size:,} of '{name}'" for name, size in sorted(sizes.items()))
         raise InputError(

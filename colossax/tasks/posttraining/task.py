@@ -124,7 +124,7 @@ def _options(objective: ObjectiveConfig) -> dict[str, Any]:
 
 
 def _validated(opened: Conversations, step: Step, state: TrainState) -> dict[str, float]:
-    """Means over all held-out examples, by the weights of the sources."""
+    """Means over the held-out batches, by the weights of the sources."""
     found: dict[str, float] = {}
     for source in opened.sources:
         for name, mean in _means(opened, source, step, state).items():

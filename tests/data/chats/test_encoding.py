@@ -80,8 +80,30 @@ def test_a_template_that_takes_back_what_it_wrote_is_refused():
         "{{ '-' if m.role == 'assistant' and not loop.last else m.content }}|{% endfor %}"
     )
     assert told(source, TWO[:3])[1] == TOKENIZER.encode("4|")
-    with pytest.raises(InputError, match="message 5 depends on those behind it; cut the"):
+    with pytest.raises(InputError, match="writes before message 5 changes with what follows; cut"):
         told(source, TWO)
+
+
+def test_a_template_that_asks_otherwise_than_it_writes_is_refused():
+    source = CHATML.replace("<|im_start|>assistant\n' }}{% endif", "<think>' }}{% endif")
+    assert source != CHATML
+    with pytest.raises(InputError, match="to ask for message 2 is not how it begins to write"):
+        told(source, TWO[1:3])
+
+
+def test_no_day_is_written():
+    """Else what a record is would change overnight, and the cache would not know."""
+    source = "{{ strftime_now('%d') if strftime_now is defined else 'some day' }}" + CHATML
+    assert TOKENIZER.decode(told(source, TWO[1:3])[0]).startswith("some day<|im_start|>")
+
+
+def test_tools_are_told_of():
+    source = "{{ tools[0].name if tools else 'none' }}" + CHATML
+    tokens, _ = template(source).told(TWO[1:3], 0, [{"name": "add<|im_end|>"}])
+    assert TOKENIZER.decode(tokens).startswith("add<|im_end|><|im_start|>")
+    assert tokens[:4] == [*TOKENIZER.encode("add<")]
+    with pytest.raises(InputError, match="it knows no calls of functions"):
+        told(PLAIN, [TWO[1], {"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}])
 
 
 def test_files_of_all_kinds_say_the_same(tmp_path):
@@ -124,12 +146,34 @@ def test_documents_come_back(tmp_path):
 def test_copies_stay_on_one_side(tmp_path):
     records = [{"prompt": str(n % 7), "completion": "b"} for n in range(21)]
     made = encoded(written(tmp_path / "chats.jsonl", records))
-    training, held_out = made.split(0.2)
+    training, held_out = made.split(0.2, longest=100)
     assert sorted([*training, *held_out]) == list(range(21))
     assert not {n % 7 for n in training} & {n % 7 for n in held_out}
     same = encoded(written(tmp_path / "same.jsonl", records[:1] * 3))
-    with pytest.raises(DataError, match="3 examples that say the same leave nothing to hold out"):
-        same.split(0.2)
+    with pytest.raises(DataError, match="3 examples fit into .*, and 1 of them say different"):
+        same.split(0.2, longest=100)
+
+
+@pytest.mark.catches("held-out-may-be-too-long")
+def test_both_sides_fit_and_have_enough(tmp_path):
+    """With a share that would hold out nothing, and lengths of which few fit."""
+    records = [{"prompt": "x" * n, "completion": "b"} for n in range(40)]
+    made = encoded(written(tmp_path / "chats.jsonl", records))
+    longest = int(np.sort(made.lengths)[9])
+    for least in (1, 2, 5):
+        training, held_out = made.split(1e-9, longest=longest, least=least)
+        assert len(held_out) == least and len(training) == 10 - least
+        assert made.lengths[[*training, *held_out]].max() <= longest
+    with pytest.raises(DataError, match="10 examples fit .* 10 of them say different.*; 12 are"):
+        made.split(0.1, longest=longest, least=6)
+    with pytest.raises(DataError, match="rows have 3 tokens, and the shortest example needs"):
+        made.split(0.1, longest=3)
+
+
+def test_answers_know_what_ends_them(tmp_path):
+    path = written(tmp_path / "chats.jsonl", [{"messages": TWO}])
+    assert encoded(path).ends() == {END}
+    assert encoded(path, source=PLAIN).ends() == {TOKENIZER.eos}
 
 
 def test_the_wrong_row_is_named(tmp_path):

@@ -41,6 +41,13 @@ CONVERSATIONS = {
         {"instruction": "Add.", "input": "2, 2", "output": "4"},
         Example(prompt=(), answers=(({"role": "user", "content": "Add.\n\n2, 2"}, SAID),)),
     ),
+    "alpaca with a context": (
+        {"instruction": "Add.", "context": "2, 2", "response": "4", "system_prompt": "Count."},
+        Example(
+            prompt=(),
+            answers=((SYSTEM, {"role": "user", "content": "Add.\n\n2, 2"}, SAID),),
+        ),
+    ),
     "alpaca with a history": (
         {"instruction": "2 + 2?", "output": "4", "history": [["1 + 1?", "2"]]},
         Example(
@@ -77,6 +84,17 @@ PAIRS = {
         "rejected": {"from": "gpt", "value": "5"},
     },
     "alpaca": {"instruction": "2 + 2?", "chosen": "4", "rejected": "5"},
+    "whole beside their prompt": {
+        "prompt": "2 + 2?",
+        "chosen": [ASKED, SAID],
+        "rejected": [ASKED, WRONG],
+    },
+    "whole beside one of them": {
+        "prompt": "2 + 2?",
+        "messages": [ASKED, SAID],
+        "chosen": [ASKED, SAID],
+        "rejected": [ASKED, WRONG],
+    },
 }
 
 
@@ -89,6 +107,24 @@ def test_conversations(form):
 @pytest.mark.parametrize("form", PAIRS)
 def test_pairs(form):
     assert read(PAIRS[form], Wanted.PAIR) == PAIR
+
+
+@pytest.mark.catches("shared-turns-are-told")
+def test_turns_that_both_share_are_of_the_prompt():
+    turns = [{"role": "assistant", "content": "What?"}, ASKED]
+    found = read(
+        {"system": "Count.", "chosen": [ASKED, *turns, SAID], "rejected": [ASKED, *turns, WRONG]},
+        Wanted.PAIR,
+    )
+    assert found == Example(prompt=(SYSTEM, ASKED, *turns), answers=((SAID,), (WRONG,)))
+    behind = {"prompt": "2 + 2?", "chosen": [*turns, SAID], "rejected": [*turns, WRONG]}
+    assert read(behind, Wanted.PAIR).prompt == (ASKED, *turns)
+
+
+def test_tools_stand_beside():
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    for given in (tools, '[{"type": "function", "function": {"name": "add"}}]'):
+        assert read({"messages": [ASKED, SAID], "tools": given}).tools == tuple(tools)
 
 
 @pytest.mark.parametrize("label", [True, False, 1, 0])
@@ -105,6 +141,27 @@ REFUSED = [
     (Wanted.PAIR, {"chosen": "b", "rejected": "c"}, "has no prompt; give one"),
     (Wanted.PAIR, {"chosen": [ASKED, SAID], "rejected": [ASKED, SAID]}, "has no answer of its own"),
     (Wanted.PAIR, {"prompt": "a", "chosen": "", "rejected": "c"}, "'chosen' has no answer"),
+    (Wanted.PAIR, {"prompt": "a", "chosen": "b", "rejected": "b"}, "'chosen' has no answer"),
+    (
+        Wanted.PAIR,
+        {"prompt": "a", "chosen": [ASKED, SAID], "rejected": [ASKED, WRONG]},
+        "prompt and answers both hold what a user says, and it is not the same",
+    ),
+    (
+        Wanted.PAIR,
+        {"chosen": [ASKED, SAID, ASKED, SAID], "rejected": [ASKED, SAID, SYSTEM, SAID]},
+        "'chosen' has no answer of its own",
+    ),
+    (
+        Wanted.PAIR,
+        {"messages": [ASKED, SAID], "chosen": "b", "rejected": "c"},
+        "the prompt ends with what an assistant says",
+    ),
+    (Wanted.CONVERSATION, {"messages": [ASKED, SAID], "tools": "{"}, "line 7: tools: "),
+    (Wanted.CONVERSATION, {"messages": [ASKED, SAID], "tools": [1]}, "tools are no list of obj"),
+    (Wanted.CONVERSATION, {"messages": [ASKED, {**SAID, "weight": 0}]}, "has the weight 0; all"),
+    (Wanted.CONVERSATION, {"messages": [{"role": ["user"], "content": "a"}]}, "nobody is called ["),
+    (Wanted.CONVERSATION, {"instruction": "a", "output": "b", "history": 3}, "history is 3; give"),
     (Wanted.JUDGED, {"prompt": "a", "completion": "b"}, "has no field 'label'"),
     (Wanted.JUDGED, {"prompt": "a", "completion": "b", "label": "good"}, "is 'good'; give true"),
     (Wanted.CONVERSATION, {"text": "a"}, "holds no conversation, its fields are text; give"),

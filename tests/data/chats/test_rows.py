@@ -14,7 +14,7 @@ from colossax.errors import DataError
 TOLD = np.uint32(1 << 31)
 
 
-def answers(lengths, of=1, good=None):
+def answers(lengths, of=1, good=None, prompts=None):
     """Documents of a prompt and an answer of these lengths; a token tells where it stood."""
     parts, offsets = [], [0]
     for number, (prompt, answer) in enumerate(lengths):
@@ -28,6 +28,7 @@ def answers(lengths, of=1, good=None):
         offsets=np.array(offsets, np.int64),
         hashes=np.arange(examples, dtype=np.uint64),
         good=np.zeros(examples, np.int8) if good is None else np.array(good, np.int8),
+        prompts=np.arange(examples, dtype=np.uint64) if prompts is None else np.array(prompts),
         of=of,
         fingerprint="",
     )
@@ -149,6 +150,21 @@ def test_judged_answers_come_with_other_answers():
     assert len(set(order.values())) == len(order) > 1
 
 
-def test_one_judged_answer_has_no_other():
-    with pytest.raises(DataError, match="one example alone has no other prompt"):
-        rows_of(answers([(2, 2)]), kind=JudgedRows)
+@pytest.mark.catches("mismatched-with-its-own")
+def test_other_answers_are_to_other_prompts():
+    """Of two prompts with three answers each no answer is taken for another of its own prompt."""
+    prompts = [0, 0, 0, 1, 1, 1]
+    rows = rows_of(answers(LENGTHS, good=[0] * 6, prompts=prompts), kind=JudgedRows)
+    pairs = 0
+    for r in range(3 * rows.count):
+        row = rows[r]
+        beside = {name.removeprefix("mismatched_"): x for name, x in row.items() if "mis" in name}
+        for example, (_, told) in zip(rows.examples(r), shown(beside), strict=False):
+            assert prompts[told[0] // 100 - 1] != prompts[example]
+            pairs += 1
+    assert pairs > 6
+
+
+def test_answers_to_one_prompt_have_no_others():
+    with pytest.raises(DataError, match="3 examples answer one prompt alone, and kto asks for"):
+        rows_of(answers(LENGTHS[:3], prompts=[5, 5, 5]), kind=JudgedRows)

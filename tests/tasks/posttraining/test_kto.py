@@ -96,6 +96,8 @@ def test_refusals():
         prepared(batch, MODELS.policy)
     with pytest.raises(InputError, match=r"of the models \['base', 'policy'\] none is it"):
         prepared(batch, models_of(policy=MODELS.policy, base=MODELS.reference))
+    with pytest.raises(InputError, match="policy: of the models .* name the one that learns so"):
+        loss_of(LOSS, models_of(actor=MODELS.policy), prepared(batch))
     smaller = Table(REFERENCE[0], REFERENCE[1][:, :-1])
     with pytest.raises(InputError, match="have 13 of 'policy' and 12 of 'reference' tokens"):
         prepared(batch, models_of(policy=MODELS.policy, reference=smaller))

@@ -1,5 +1,6 @@
 """Objectives on preferences against their formulas in float64, document by document."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -118,7 +119,27 @@ def test_metrics_are_of_pairs():
         np.testing.assert_allclose(metrics[name], value, rtol=1e-5, err_msg=name)
 
 
-def test_an_answer_that_is_certain_has_finite_odds_elsewhere():
+def test_who_is_ahead_is_told_without_the_margin_that_is_wanted():
+    batch = prepared()
+    _, metrics = loss_of(CASES["simpo"][0], Table(*POLICY), batch)
+    chosen, rejected = pairs(POLICY, batch, mean=True)
+    np.testing.assert_allclose(metrics["margin"], 2 * (chosen - rejected).mean(), rtol=1e-5)
+    assert metrics["accuracy"] == (chosen > rejected).mean()
+
+
+def test_an_answer_that_is_certain_has_finite_odds():
+    batch = {name: jnp.asarray(x) for name, x in prepared([UNEVEN[0]]).items()}
+
+    def of(out):
+        return loss_of(CASES["orpo"][0], Table(np.zeros_like(POLICY[0]), out), batch)[0]
+
+    # All logits are equal but where a token is alone: of a vocabulary of one all is certain.
+    batch = {**batch, "targets": jnp.zeros_like(batch["targets"])}
+    value, grad = jax.value_and_grad(of)(jnp.zeros((POLICY[1].shape[0], 1)))
+    assert np.isfinite(value) and np.isfinite(grad).all()
+
+
+def test_an_answer_that_is_not_there_has_finite_odds():
     """A pair that is not there has a mean of 0, whose odds and their gradient would be none."""
     batch = prepared([UNEVEN[0], []])
     check(CASES["orpo"][0], lambda w: orpo(w, batch), batch, lambda policy: policy, POLICY)

@@ -13,6 +13,7 @@ from colossax.tasks import (
     group_advantages,
     kl_estimate,
     policy_loss,
+    reference_options,
     whitened,
 )
 from tests.tasks.posttraining.bigram import (
@@ -20,6 +21,7 @@ from tests.tasks.posttraining.bigram import (
     UNEVEN,
     Table,
     check,
+    models_of,
     rows_of,
     said,
     weights_of,
@@ -128,21 +130,30 @@ def test_an_answer_that_is_learned_from_once_has_a_ratio_of_one():
 
 
 def test_the_divergence_of_a_policy_that_is_its_reference_is_zero():
-    """Exactly, whatever the estimator."""
+    """Exactly, whatever the estimator, and at the temperature that answers were drawn at."""
     batch = {name: jnp.asarray(x) for name, x in given().items()}
-    model = Table(*POLICY)
-    logps = policy_logps(model, batch)
-    for estimator in ESTIMATES:
-        config = PolicyConfig(divergence=1.0, estimator=estimator)
+    same = models_of(policy=Table(*POLICY), reference=Table(*POLICY))
+    for estimator, temperature in zip(ESTIMATES, (1.0, 0.7, 0.7), strict=True):
+        config = PolicyConfig(divergence=1.0, estimator=estimator, temperature=temperature)
         loss = policy_loss(config, documents=DOCUMENTS)
-        terms, _ = loss(model, {**batch, "reference_logps": logps})
+        prepared = reference_options(temperature=temperature)["prepare"](same, batch)
+        terms, _ = loss(same, prepared)
         assert terms["divergence"][0] == 0
 
 
-def policy_logps(model, batch):
-    from colossax.tasks.posttraining.answers import told_logps
-
-    return told_logps(model, batch)[0]
+def test_what_is_not_told_may_be_anything():
+    batch = {name: jnp.asarray(x) for name, x in given().items()}
+    loss = policy_loss(PolicyConfig(divergence=0.1), documents=DOCUMENTS)
+    odd = dict(batch)
+    for name in ("advantages", "old_logps", "reference_logps"):
+        odd[name] = jnp.where(batch["weights"] > 0, batch[name], jnp.nan)
+    for (value, count), (wanted, _) in zip(
+        (term[:2] for term in loss(Table(*POLICY), odd)[0].values()),
+        (term[:2] for term in loss(Table(*POLICY), batch)[0].values()),
+        strict=True,
+    ):
+        assert count > 0
+        np.testing.assert_array_equal(value, wanted)
 
 
 def test_estimators_are_of_the_divergence():
@@ -182,6 +193,8 @@ def test_group_advantages():
     np.testing.assert_array_equal(group_advantages(np.ones(3), np.zeros(3)), 0)
     with pytest.raises(InputError, match="groups: 1 has one answer"):
         group_advantages(np.ones(3), np.array([0, 0, 1]))
+    with pytest.raises(InputError, match=r"rewards have shape \[3\] and groups \[2\]"):
+        group_advantages(np.ones(3), np.zeros(2))
     with pytest.raises(InputError, match="that of answer 1 is nan"):
         group_advantages(np.array([0.0, np.nan]), np.zeros(2))
 

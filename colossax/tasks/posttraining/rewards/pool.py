@@ -1,11 +1,14 @@
 """Workers that give rewards, watched: each has so long and so much memory, and is begun anew."""
 
 import collections
+import contextlib
 import dataclasses
 import json
 import math
+import os
 import queue
 import selectors
+import signal
 import subprocess
 import sys
 import threading
@@ -79,8 +82,8 @@ class RewardWorkers:
         above(0).check(seconds, "rewards: seconds")
         above(0).check(memory_gb, "rewards: memory_gb")
         self._name, self._seconds, self._failed = name, seconds, failed
-        self._memory_bytes = int(memory_gb * 1e9)
-        self._workers = [_Worker(name, self._memory_bytes) for _ in range(workers)]
+        self._lock = threading.Lock()
+        self._workers = [_Worker(name, int(memory_gb * 1e9)) for _ in range(workers)]
         try:
             for worker in self._workers:
                 worker.wait_until_ready()
@@ -89,11 +92,15 @@ class RewardWorkers:
             raise
 
     def __call__(self, answers: Sequence[Answer]) -> Rewarded:
-        """Rewards of these answers, in their order.
+        """Rewards of these answers, in their order; one call after another.
 
         Raises:
             InputError: The function gives another number of rewards, or one that is not finite.
         """
+        with self._lock:
+            return self._rewarded(answers)
+
+    def _rewarded(self, answers: Sequence[Answer]) -> Rewarded:
         asked = [dataclasses.asdict(one) for one in answers]
         values = np.full(len(asked), self._failed, np.float64)
         failures: collections.Counter[str] = collections.Counter()
@@ -124,11 +131,18 @@ class RewardWorkers:
             except BaseException as problem:  # noqa: BLE001 (raised where it is waited for)
                 problems.append(problem)
 
-        threads = [threading.Thread(target=serve, args=(one,)) for one in self._workers]
+        threads = [
+            threading.Thread(target=serve, args=(one,), daemon=True) for one in self._workers
+        ]
         for thread in threads:
             thread.start()
-        for thread in threads:
-            thread.join()
+        try:
+            for thread in threads:
+                thread.join()
+        except BaseException as problem:  # Ctrl-C: nothing more is begun
+            problems.append(problem)
+            self.close()
+            raise
         if problems:
             raise problems[0]
         return Rewarded(values=values, failures=dict(failures), said=said[0] if said else "")
@@ -176,15 +190,18 @@ class _Worker:
 
     def __init__(self, name: str, memory_bytes: int):
         self._name, self._memory_bytes = name, memory_bytes
+        self._ended = False
         self._begin()
 
     def _begin(self) -> None:
-        words = ("-m", "colossax.tasks.posttraining.rewards.worker", self._name)
+        # -P: the working folder comes last, so that no file in it stands for a module of Python's.
+        words = ("-P", "-m", "colossax.tasks.posttraining.rewards.worker", self._name)
         self._process = subprocess.Popen(
             (sys.executable, *words, str(self._memory_bytes)),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,
+            start_new_session=True,  # what the function begins ends with its process
         )
         self._read, self._ready = b"", False
 
@@ -194,36 +211,53 @@ class _Worker:
         Raises:
             InputError: It cannot be imported.
         """
-        told = self._line(_START_S)
-        if told is None or "ready" not in told:
-            why = (told or {}).get("problem", f"it does not begin within {_START_S:.0f} s")
+        if (why := self._why_not_ready()) is not None:
             raise InputError(
                 f"rewards: {self._name} cannot be imported ({why}); name a function of a module"
                 " that Python finds, or that lies in the working folder"
             )
-        self._ready = True
+
+    def _why_not_ready(self) -> str | None:
+        """Why it cannot be asked; None: it can."""
+        if self._ready:
+            return None
+        told = self._line(_START_S)
+        if told is not None:
+            self._ready = "ready" in told
+            return told.get("problem")
+        code = self._process.poll()
+        if code is None:
+            return f"it does not begin within {_START_S:.0f} s"
+        return f"its process ends with {code}"
 
     def ask(self, answers: list[dict[str, Any]], seconds: float) -> dict[str, Any]:
         """What the process says of these answers, or why it says nothing."""
-        if not self._ready:
-            self.wait_until_ready()
-        try:
-            self._send((json.dumps(answers) + "\n").encode())
-            told = self._line(seconds)
-        except BrokenPipeError:
-            told = None
+        why = self._why_not_ready()
+        told = None
+        if why is None:
+            # What JSON does not know, as times of a Parquet file, goes as its text.
+            asked = (json.dumps(answers, default=str) + "\n").encode()
+            with contextlib.suppress(OSError, ValueError):  # it has ended
+                self._send(asked)
+                told = self._line(seconds)
         if told is not None:
             return told
-        late = self._process.poll() is None
-        self.end()
-        self._begin()
+        late = why is None and self._process.poll() is None
+        self._kill()
+        if not self._ended:
+            self._begin()
         if late:
             return {"failed": "time", "said": f"it takes longer than {seconds:g} s"}
-        return {"failed": "died", "said": "its process ended"}
+        return {"failed": "died", "said": why or "its process ended"}
 
     def end(self) -> None:
-        """Kill the process, and wait for it."""
-        self._process.kill()
+        """Kill the process and what it began, and begin none anew."""
+        self._ended = True
+        self._kill()
+
+    def _kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
             pipe.close()

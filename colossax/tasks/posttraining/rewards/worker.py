@@ -3,10 +3,12 @@
 python -m colossax.tasks.posttraining.rewards.worker MODULE:FUNCTION BYTES
 """
 
+import ctypes
 import importlib
 import json
 import os
 import resource
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,12 +16,18 @@ from typing import Any
 
 from colossax.tasks.posttraining.rewards.answer import Answer
 
+_PR_SET_PDEATHSIG = 1
+
 
 def main() -> int:
     """Answer until nothing more is asked, and return the exit code."""
     name, memory_bytes = sys.argv[1], int(sys.argv[2])
+    _end_with_parent()
+    heard = os.fdopen(os.dup(0), encoding="utf-8")
     told = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what the function prints is no answer of ours
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)  # and what is asked of us is no input of its own
 
     def tell(**what: Any) -> None:
         told.write(json.dumps(what) + "\n")
@@ -32,7 +40,7 @@ def main() -> int:
         return 1
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     tell(ready=True)
-    for line in sys.stdin:
+    for line in heard:
         tell(**_rewarded(function, json.loads(line)))
     return 0
 
@@ -49,6 +57,12 @@ def _rewarded(function: Callable[[list[Answer]], Any], asked: list[dict[str, Any
         return {"rewards": [float(one) for one in found]}
     except (TypeError, ValueError):
         return {"wrong": f"a {type(found).__name__}"}
+
+
+def _end_with_parent() -> None:
+    """Have the kernel kill this process when the one that began it ends, where it can (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _answer(text: str, prompt: list[dict[str, Any]], record: dict[str, Any]) -> Answer:

@@ -2,6 +2,8 @@
 
 import ast
 import os
+import subprocess
+import sys
 import time
 
 
@@ -39,6 +41,19 @@ def some_fail(answers):
         if one.text == "die":
             os._exit(3)
     return [len(one.text) for one in answers]
+
+
+def begins(answers):
+    """Begins a process that outlives it, whose number goes to a file; then takes too long."""
+    began = subprocess.Popen(["sleep", "300"])
+    with open(answers[0].record["file"], "w") as file:
+        file.write(str(began.pid))
+    time.sleep(300)
+
+
+def reads(answers):
+    """What is there to be read: nothing."""
+    return [len(sys.stdin.read()) for _ in answers]
 
 
 def prints(answers):

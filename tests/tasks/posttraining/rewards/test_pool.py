@@ -1,5 +1,8 @@
 """Rewards by functions that misbehave: counted, never fatal, and never a neighbour's loss."""
 
+import time
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -45,6 +48,32 @@ def test_what_fails_is_counted_and_costs_its_neighbours_nothing():
         assert found.failures == {"error": 1, "time": 1, "memory": 1, "died": 1}
         assert found.said
         assert pool(answers("eeeee")).values.tolist() == [5.0]
+
+
+@pytest.mark.catches("what-it-begins-goes-on")
+def test_what_a_function_begins_ends_with_it(tmp_path):
+    with workers("begins", workers=1, seconds=1.0) as pool:
+        found = pool(answers("a", record={"file": str(tmp_path / "began")}))
+        assert found.failures == {"time": 1}
+    number = int((tmp_path / "began").read_text())
+    until = time.monotonic() + 10
+    while goes_on(number):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def goes_on(number):
+    """Whether there is such a process; one that is ended and not waited for is none."""
+    try:
+        return " Z " not in Path(f"/proc/{number}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_what_is_asked_is_no_input_of_the_function():
+    with workers("reads", workers=1, seconds=5.0) as pool:
+        found = pool(answers("a", record={"day": np.datetime64("2026-01-01")}))
+        assert found.values.tolist() == [0.0] and not found.failures
 
 
 @pytest.mark.catches("rewards-heard-of-what-is-printed")
