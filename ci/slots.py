@@ -16,30 +16,32 @@ import sys
 import time
 
 SLOTS = (
-    ("aot:2/6:1440",),
-    ("breaks:1/2:1440",),
     ("sweep:2/7:1440",),
     ("aot:3/6:1440",),
-    ("breaks:2/2:1440",),
+    ("breaks:2/4:1440",),
     ("sweep:3/7:1440",),
     ("aot:4/6:1440",),
     ("sweep:4/7:1440",),
     ("rest:3/3:1440",),
+    ("breaks:3/4:1440",),
     ("parity:240", "warm:300"),
     ("aot:5/6:1440",),
     ("sweep:5/7:1440",),
     ("rest:1/3:1440",),
     ("sweep:6/7:1440",),
     ("aot:6/6:1440",),
+    ("breaks:4/4:1440",),
     ("newest:900", "outside:540"),
     ("sweep:7/7:1440",),
     ("rest:2/3:1440",),
     ("sweep:1/7:1440",),
     ("aot:1/6:1440",),
+    ("aot:2/6:1440",),
+    ("breaks:1/4:1440",),
 )
 """Lanes of `.ci/run` as `name:budget` or `name:part:budget`, budgets in seconds on two cores."""
 
-LANDINGS = 20
+LANDINGS = 22
 """All slots are seen within this many landings; one of as many does without kept programs."""
 
 SLOT_S = 1440

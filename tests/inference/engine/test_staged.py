@@ -43,8 +43,8 @@ MESHES = {
     "stage2 data2": {"stage": 2, "data": 2},
     "stage3 data2": {"stage": 3, "data": 2},
 }
-TIGHT = SMALL | {"seats": 4, "pages": 34}
-"""Shared by two engines: too few pages for two long requests each."""
+TIGHT_PAGES = 17
+"""Of each engine: too few for two long requests."""
 
 
 def bound_of(mesh, config=LLAMA, cuts=None):
@@ -56,7 +56,8 @@ def bound_of(mesh, config=LLAMA, cuts=None):
 def made(mesh, config=LLAMA, cuts=None, **options):
     bound = bound_of(mesh, config, cuts)
     spec, params = build(config, bound)
-    return make_engine(spec, bound, params, **TIGHT | options)
+    pages = TIGHT_PAGES * mesh["stage"]
+    return make_engine(spec, bound, params, **SMALL | {"pages": pages} | options)
 
 
 @pytest.mark.catches("stage-reads-rows-of-others")
@@ -140,7 +141,7 @@ def test_layers_of_several_kinds(name):
         dataclasses.replace(one, prompt=tuple(x % 64 for x in one.prompt), ends=())
         for one in requests()[:6]
     ]
-    found = engine_of(name, 2, **TIGHT).generate_all(asked)
+    found = engine_of(name, 2, **SMALL | {"pages": 2 * TIGHT_PAGES}).generate_all(asked)
     assert tokens(found) == tokens(engine_of(name, 1, **SMALL).generate_all(asked))
 
 

@@ -1,5 +1,6 @@
 """Runs on conversations: any mesh, resumed, packed or not; what they keep and what they refuse."""
 
+import argparse
 import json
 import math
 
@@ -8,10 +9,12 @@ import numpy as np
 import pytest
 
 from colossax.checkpoint import find_checkpoint
+from colossax.cli.serving_engine import _facts
 from colossax.config import BatchConfig, Plan, Precision
 from colossax.data import Chat
 from colossax.data.chats.template import PLAIN
 from colossax.errors import DataError, InputError
+from colossax.inference import open_checkpoint
 from colossax.models import LlamaConfig, maker, params_of_tree, write_checkpoint
 from colossax.nn import AdapterConfig
 from colossax.optim import adamw
@@ -21,7 +24,7 @@ from colossax.recipes import recipe
 from colossax.tasks import MaskConfig, ObjectiveConfig, next_token_loss, task_of
 from colossax.tasks.config import train_config_from_json, train_config_to_json
 from tests.launching import metrics
-from tests.serve.fake import TOKENIZER
+from tests.serve.fake import CHATML, TOKENIZER
 from tests.tasks.small_text import changed, ran
 
 MODEL = LlamaConfig(
@@ -128,6 +131,29 @@ def test_packed_rows_are_rows_of_their_own(name, base, tmp_path):
     assert found[0] == pytest.approx(found[1], rel=1e-5)
 
 
+def test_what_ends_answers_is_kept(base, tmp_path):
+    """The special tokens of a template, beside the one that ends documents."""
+    (tmp_path / "chatml.jinja").write_text(CHATML)
+    config = changed(
+        config_of("sft", base, tmp_path), "objective", template=str(tmp_path / "chatml.jinja")
+    )
+    chat = Chat.from_json(task_of(config).documents()["chat"])
+    assert chat == Chat(template=CHATML, ends=(TOKENIZER.specials["<|im_end|>"],))
+
+
+@pytest.mark.catches("adapters-talk-as-their-base")
+def test_an_adapter_is_served_with_its_own_template_and_is_no_reference(base, tmp_path):
+    config = config_of("sft", base, tmp_path).replace(steps=1, adapter=AdapterConfig(rank=2))
+    ran(config, tmp_path / "adapted")
+    stored = open_checkpoint(tmp_path / "adapted")
+    words = {"slots": None, "name": None, "seats": 4, "chat_template": None, "keeps": None}
+    facts = _facts(argparse.Namespace(**words), stored)
+    assert facts["chat_template"] == PLAIN  # of the adapter: its base has none
+    config = config_of("dpo", base, tmp_path).replace(init=str(tmp_path / "adapted"))
+    with pytest.raises(InputError, match="is an adapter, and without it the model is not what dpo"):
+        task_of(config).identity()
+
+
 @pytest.mark.catches("chat-is-not-kept")
 def test_what_a_checkpoint_keeps(base, tmp_path):
     ran(config_of("sft", base, tmp_path).replace(steps=1), tmp_path / "run")
@@ -213,11 +239,3 @@ def test_files_that_do_not_do_are_refused(base, tmp_path):
     (tmp_path / "bad.jinja").write_text("{% for %}")
     with pytest.raises(InputError, match="give another with --objective.template FILE"):
         task_of(changed(config, "objective", template=str(tmp_path / "bad.jinja"))).identity()
-
-
-def test_a_reference_is_no_adapter(base, tmp_path):
-    config = config_of("sft", base, tmp_path).replace(steps=1, adapter=AdapterConfig(rank=2))
-    ran(config, tmp_path / "adapted")
-    config = config_of("dpo", base, tmp_path).replace(init=str(tmp_path / "adapted"))
-    with pytest.raises(InputError, match="is an adapter, and without it the model is not what dpo"):
-        task_of(config).identity()
