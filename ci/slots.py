@@ -16,6 +16,7 @@ import sys
 import time
 
 SLOTS = (
+    ("breaks:1/4:1440",),
     ("sweep:2/7:1440",),
     ("aot:3/6:1440",),
     ("breaks:2/4:1440",),
@@ -37,7 +38,6 @@ SLOTS = (
     ("sweep:1/7:1440",),
     ("aot:1/6:1440",),
     ("aot:2/6:1440",),
-    ("breaks:1/4:1440",),
 )
 """Lanes of `.ci/run` as `name:budget` or `name:part:budget`, budgets in seconds on two cores."""
 
