@@ -100,10 +100,13 @@ def carriers(root: Path) -> dict[str, list[str]]:
     return found
 
 
-def environment() -> dict[str, str]:
-    """Bytecode is kept and annotations are not enforced: most of a break's time would go there."""
+def environment(tree: Path) -> dict[str, str]:
+    """Of tests in a tree, whose package their children have too, from whatever folder.
+
+    Bytecode is kept and annotations are not enforced: most of a break's time would go there.
+    """
     found = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "PYTEST"))}
-    return {**found, "COLOSSAX_UNCHECKED": "1"}
+    return {**found, "COLOSSAX_UNCHECKED": "1", "PYTHONPATH": str(tree)}
 
 
 def pytest_in(
@@ -260,17 +263,17 @@ def listed(every: Sequence[Break], held: dict[str, list[str]]) -> None:
 
 def run(root: Path, some: Sequence[Break], held: dict[str, list[str]], jobs: int) -> int:
     """Try them; 1 if any is not caught."""
-    env, start = environment(), time.monotonic()
+    start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="breaks-") as folder:
         trees = [Path(folder, str(i)) for i in range(min(jobs, len(some)))]
         shutil.copytree(root, trees[0], ignore=_LEFT_BEHIND)
         wanted = {one.mark: held[one.mark] for one in some if one.mark in held}
-        if not whole_passes(trees[0], env, wanted, jobs):
+        if not whole_passes(trees[0], environment(trees[0]), wanted, jobs):
             return 1
         for tree in trees[1:]:  # with the bytecode made so far
             shutil.copytree(trees[0], tree)
         failed, forks = 0, len(some) >= FORKED_FROM
-        running = [Tree(tree, env, forks=forks) for tree in trees]
+        running = [Tree(tree, environment(tree), forks=forks) for tree in trees]
         for one, found, seconds in all_tried(running, some, held):
             failed += found != "caught"
             print(f"{seconds:6.1f} s  {one.room}: {one.mark}: {found}", flush=True)

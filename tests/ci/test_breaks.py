@@ -57,6 +57,9 @@ FILES = {
     'markers = ["catches(name): see ci/breaks.py", "far: left out"]\n',
     "tests/conftest.py": 'pytest_plugins = ("tests.plugins.catches",)\n',
     "tests/test_room.py": """
+import subprocess
+import sys
+
 import pytest
 
 from colossax.room import double, half
@@ -84,6 +87,12 @@ def test_half():
 @CATCHES("fixture")
 def test_fixture(doubled):
     pass
+
+
+@CATCHES("child")
+def test_child(tmp_path):
+    code = "from colossax.room import double; assert double(2) == 4"
+    assert subprocess.run([sys.executable, "-P", "-c", code], cwd=tmp_path).returncode == 0
 """,
 }
 
@@ -133,6 +142,11 @@ def test_what_is_not_caught_fails_and_says_why(small, capsys, mark, old, new, fo
     assert code == 1
     assert f"s  room: {mark}: {found}" in out
     assert "0 of 1 breaks caught" in out
+
+
+def test_a_fault_is_seen_by_children_in_another_folder(small, capsys):
+    code, out = run(small(entry("child", "2 * x", "3 * x")), capsys)
+    assert code == 0 and "room: child: caught" in out, out
 
 
 def test_what_is_caught_passes_and_the_tree_stays_whole(small, capsys):
