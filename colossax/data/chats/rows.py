@@ -166,8 +166,9 @@ class JudgedRows(AnswerRows):
         self._fit = np.setdiff1d(examples, self.left_out)
         if len(np.unique(answers.prompts[self._fit])) < 2:
             raise DataError(
-                f"data: {len(self._fit)} examples answer one prompt alone, and kto asks for answers"
-                " to others; give more"
+                f"data: {len(self._fit)} examples, all there are to train on or to hold out, answer"
+                " one prompt alone, and kto asks for answers to others; give more, or another"
+                " data.validation_fraction"
             )
         self._cycle = functools.lru_cache(maxsize=2)(self._make_cycle)
 

@@ -23,6 +23,7 @@ from colossax.processes.group import Group
 from colossax.step.step import Step
 from colossax.tasks.config import TrainConfig
 from colossax.tasks.initial import initial_adapter, initial_tokenizer
+from colossax.tasks.posttraining.config import ObjectiveConfig
 from colossax.tasks.posttraining.kto import DESIRABLE, mismatched_dims
 from colossax.tasks.text import Placement, documents_of, names_of, tokenizer_of
 from colossax.typing import TEXT_BATCH_DIMS, TOKEN_DIMS, Batch
@@ -261,8 +262,7 @@ def _source(
         bos=chat.bos,
         instead="give another with --objective.template FILE",
     )
-    wanted = Wanted.PAIR if config.objective.on_pairs else Wanted.CONVERSATION
-    wanted = Wanted.JUDGED if config.objective.name == "kto" else wanted
+    wanted = _wanted(config.objective)
     source = template_source(chat.template, chat.bos, tokenizer.end)
     answers = encode_answers(documents, tokenizer, template, wanted, source)
     training, held_out = answers.split(
@@ -271,6 +271,13 @@ def _source(
         least=2 if wanted is Wanted.JUDGED else 1,
     )
     return Source(name=name, weight=weight, answers=answers, training=training, held_out=held_out)
+
+
+def _wanted(objective: ObjectiveConfig) -> Wanted:
+    """What an objective asks of each record."""
+    if objective.name == "kto":
+        return Wanted.JUDGED
+    return Wanted.PAIR if objective.on_pairs else Wanted.CONVERSATION
 
 
 def _check_same(each: list[Documents], fingerprints: list[str], process_id: int) -> None:

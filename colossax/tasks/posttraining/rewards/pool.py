@@ -14,7 +14,6 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -45,7 +44,7 @@ class Rewarded:
     said: str = ""
 
 
-class RewardWorkers:
+class RewardWorkers(contextlib.AbstractContextManager):
     """Rewards by a plain function of Python, `module:function`, in processes of their own.
 
     The function takes a list of `Answer` and returns a number for each. It runs where it can harm
@@ -152,15 +151,7 @@ class RewardWorkers:
         for worker in self._workers:
             worker.end()
 
-    def __enter__(self) -> "RewardWorkers":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _numbers(self, told: Mapping[str, Any], count: int) -> list[float]:
