@@ -71,7 +71,7 @@ def with_objective(
         evaluators={VALIDATION_LOSS: lambda step, state: _validated(opened(), step, state)},
         flops=_flops(config),
         flops_formula=_formula(config),
-        unit="nats per token" if objective.name == "sft" else f"of {objective.name}",
+        unit="nats per token" if objective.name == "sft" else f"loss of {objective.name}",
         baselines=dict,
         identity=who,
         documents=lambda: {
