@@ -11,7 +11,16 @@ from flax import nnx
 
 import colossax
 from colossax.aot import parse_target
-from colossax.config import BatchConfig, LossConfig, OffloadConfig, Plan, Segment, preset
+from colossax.config import (
+    BatchConfig,
+    LossConfig,
+    OffloadConfig,
+    Plan,
+    Precision,
+    Segment,
+    preset,
+)
+from colossax.models import GPT2Config
 from colossax.planner import inspect_task
 from colossax.planner.profiling import profile_task
 from colossax.planner.searching import Subject, asked_of, plan_run, predict
@@ -75,6 +84,34 @@ def test_bytes_and_collectives_follow_compiled_programs(
     for kind, size in truth.items():
         if size > 1e-3 * sum(truth.values()):
             assert formula[kind] == pytest.approx(size, rel=0.02), kind
+
+
+@pytest.mark.catches("slopes-are-forgotten")
+@pytest.mark.parametrize(
+    ("sizes", "seq_len", "compute", "rows"),
+    [
+        pytest.param({"embed": 512, "heads": 8, "vocab": 1024}, 512, "bfloat16", 32, id="scores"),
+        pytest.param({"embed": 256, "heads": 4, "vocab": 50_257}, 256, "bfloat16", 128, id="loss"),
+        pytest.param({"embed": 256, "heads": 4, "vocab": 50_257}, 256, "float32", 128, id="tiles"),
+    ],
+)
+def test_many_tokens_on_one_device_take_what_was_said(sizes, seq_len, compute, rows):
+    """On an A100, whose attention is plain XLA's: with it, and with a loss that needs more."""
+    target, config = parse_target("a100:1x1"), recipe("gpt2_124m")
+    model = GPT2Config(layers=2, mlp=1024, max_seq=seq_len, **sizes)
+    plan = preset(
+        "zero3",
+        mesh={"fsdp": 1},
+        segments=(Segment(remat="full"),),
+        precision=Precision(compute=compute),
+        loss=LossConfig(vocab_chunks=8),
+        batch=BatchConfig(microbatch=rows),
+    )
+    data = dataclasses.replace(config.data, seq_len=seq_len, global_batch=2 * rows)
+    task = task_of(config.replace(model=model, plan=plan, data=data))
+    predicted = predict(profile_task(task, plan, target), plan, target)
+    total = inspect_task(task, plan, target).memory.total_bytes
+    assert abs(predicted.bytes.total - total) <= 0.04 * total
 
 
 def test_a_plan_that_is_named_fits_as_it_was_compiled(tmp_path, monkeypatch):

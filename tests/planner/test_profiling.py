@@ -108,6 +108,15 @@ def test_an_adapter_beside_a_frozen_base_leaves_attention_what_it_takes(base):
     assert plain.pair_flops / 2 < found.pair_flops <= plain.pair_flops
 
 
+@pytest.mark.catches("scores-are-forgotten")
+def test_attention_outside_of_kernels_makes_scores_of_a_tile():
+    config = recipe("llama3_8b")
+    heads, tile = config.model.heads, 512
+    for gpu, scores in (("a100", 4 * heads * tile * tile), ("h100", 0)):
+        (kind,) = profile_task(task_of(config), config.plan, parse_target(f"{gpu}:1x8")).kinds
+        assert kind.traced.scores == scores, gpu
+
+
 def test_moments_are_those_of_the_optimizer():
     found = profile("llama_tiny")
     assert found.moments == (8.0,) * len(found.infos), "Adam's two, in float32"

@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from colossax.aot.saved import inner_jaxprs
 from colossax.config import SAVEABLE
 from colossax.planner.counting.traced_flops import equation_flops
 
@@ -73,6 +74,8 @@ class TracedLayer:
             `other_flops`.
         opaque: Whether kernels stand between names, which are computed again where their output is
             not kept: the sets of names for which they are.
+        scores: Bytes in float32 of the most that attention makes at once of pairs of tokens, where
+            it does so outside of kernels.
     """
 
     maps: tuple[Map, ...]
@@ -81,6 +84,7 @@ class TracedLayer:
     kept: tuple[KeptArray, ...]
     again: Mapping[frozenset[str], tuple[frozenset[int], float]]
     opaque: frozenset[frozenset[str]]
+    scores: float = 0.0
 
 
 def traced(equations: Any, parameters: int, outputs: int, carry: int) -> TracedLayer:
@@ -134,6 +138,9 @@ def traced(equations: Any, parameters: int, outputs: int, carry: int) -> TracedL
         kept=tuple(kept),
         again=again,
         opaque=frozenset(opaque),
+        scores=max(
+            (_scores(eqn) for at, eqn in enumerate(jaxpr.eqns) if at not in found), default=0
+        ),
     )
 
 
@@ -213,6 +220,16 @@ def _attending(eqns: Sequence[Any], named: Mapping[int, str], origin: _Origins) 
     """Kernels that make what is named `attention`; where nothing is, all of them."""
     made = {origin.source(eqns[at].invars[0]) for at, name in named.items() if name == "attention"}
     return {at for at, eqn in enumerate(eqns) if _kernel(eqn) and (at in made or not made)}
+
+
+def _scores(eqn: Any) -> float:
+    """Bytes in float32 of the largest product of two heads' rows that an equation makes."""
+    if eqn.primitive.name == "dot_general":
+        (_, (batch, _)) = eqn.params["dimension_numbers"]
+        return 4.0 * math.prod(eqn.outvars[0].aval.shape) if len(batch) > 1 else 0.0
+    if _kernel(eqn):
+        return 0.0
+    return max((_scores(one) for inner in inner_jaxprs(eqn) for one in inner.eqns), default=0.0)
 
 
 def _kernel(eqn: Any) -> bool:

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 
-from colossax.planner.searching.memory import HEAD, HIDDEN, LOGITS, STREAM, STREAM_OF_LOSS
+from colossax.planner.searching.memory import working
 from colossax.planner.searching.predicting import OnMesh
 from colossax.planner.searching.seconds import Seconds
 from colossax.planner.searching.sends import Tokens, tokens_sent
@@ -50,10 +50,8 @@ class OnIsland(OnMesh):
 
     def working(self, tokens: Tokens, chunks: int, *, last: bool) -> float:
         """Bytes that a layer is computed with; of the last stage, or the loss."""
-        one, stream = self.stored, tokens.inside * self.stored.stream
-        layer = one.gathered + HIDDEN * tokens.inside * one.widest / self.tensor + STREAM * stream
-        logits = LOGITS * tokens.inside * one.logits / self.tensor / chunks
-        return max(layer, HEAD * one.head + logits + STREAM_OF_LOSS * stream) if last else layer
+        layer, loss = working(self.stored, self.tensor, tokens, chunks)
+        return max(layer, loss) if last else layer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

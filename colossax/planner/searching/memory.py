@@ -27,9 +27,11 @@ from layer to layer."""
 MET = 2.0
 """Of tokens that are gathered for their experts, how often they are there."""
 
-HEAD, LOGITS, STREAM_OF_LOSS = 1.5, 1.0, 6.0
-"""Of what the loss works with: the head in float32 with its gradient, the logits of a chunk, and
-what goes into it."""
+ROWS_OF_TILES = 16
+"""Of float32 matmuls: what is no multiple of it is copied and filled up first."""
+
+HEAD, STREAM_OF_LOSS = 1.5, 6.0
+"""Of what the loss works with: the head in float32 with its gradient, and what goes into it."""
 
 MORE_HEAD, EXPERTS_APART = 1.1, 1.2
 """Of the head in float32, what stages that share the vocabulary have beside; of experts' weights
@@ -84,9 +86,11 @@ class Stored:
             of experts have room for.
         widest_apart: Likewise without that room, of which layers that are updated one by one were
             not seen to need any.
+        attending: Bytes of a token that attention in plain XLA works with in its backward pass.
         met: Of a token of a device's own, what is gathered of others for their experts.
         stream: Of what goes from layer to layer, of a token.
         logits: Of a token, in float32.
+        slopes: Of a token, copies of their gradient that a chunk's matmuls read.
         layers: Numbers of all layers' weights as they are multiplied, in the compute dtype.
     """
 
@@ -99,9 +103,11 @@ class Stored:
     head: float
     widest: float
     widest_apart: float
+    attending: float
     met: float
     stream: float
     logits: float
+    slopes: float
     layers: float
 
 
@@ -152,9 +158,11 @@ def stored(profile: ModelProfile, parts: Parts) -> Stored:
         head=head,
         widest=widest,
         widest_apart=widest_apart,
+        attending=max((_attending(kind, compute) for kind in profile.kinds), default=0.0),
         met=met,
         stream=float(compute * profile.width),
         logits=4.0 * profile.vocab,
+        slopes=_slopes(profile.vocab, compute),
         layers=whole,
     )
 
@@ -229,10 +237,12 @@ def working(
 ) -> tuple[float, float]:
     """What a layer's backward pass and the loss work with; see `bytes_of`."""
     stream = tokens.inside * one.stream
-    layer = one.gathered + HIDDEN * tokens.inside * one.widest / tensor + STREAM * stream
+    within = max(HIDDEN * one.widest, one.attending)
+    layer = one.gathered + tokens.inside * within / tensor + STREAM * stream
     layer += one.met * tokens.held
-    logits = tokens.inside * one.logits / tensor / stages.count / vocab_chunks
-    return layer, HEAD * one.head + LOGITS * logits + STREAM_OF_LOSS * stream
+    logits = one.logits + one.slopes * (vocab_chunks > 1)
+    logits *= tokens.inside / tensor / stages.count / vocab_chunks
+    return layer, HEAD * one.head + logits + STREAM_OF_LOSS * stream
 
 
 def working_of(profile: ModelProfile, wide: int) -> float:
@@ -243,7 +253,24 @@ def working_of(profile: ModelProfile, wide: int) -> float:
         wide: Bytes of a number that is multiplied.
     """
     widest = max((_widest(profile, kind) for kind in profile.kinds), default=0.0)
-    return wide * profile.tokens * (HIDDEN * widest + STREAM * profile.width)
+    attending = max((_attending(kind, wide) for kind in profile.kinds), default=0.0)
+    within = max(HIDDEN * wide * widest, attending)
+    return profile.tokens * (within + STREAM * wide * profile.width)
+
+
+def _attending(kind: LayerKind, wide: int) -> float:
+    """Of a token: scores and their gradient in float32, both once more where products are narrower,
+    and queries, keys and values with their gradients in float32."""
+    if not kind.traced.scores:
+        return 0.0
+    scores = kind.traced.scores * (2 + (wide < 4) * wide / 2)
+    qkv = sum(array.bytes for array in kind.traced.kept if array.name == "qkv")
+    return (scores + (1 + 4 / wide) * qkv / kind.group) / kind.tokens
+
+
+def _slopes(vocab: int, wide: int) -> float:
+    """Narrower than in float32; or in float32 again, where tiles do not divide them."""
+    return float(vocab * (wide if wide < 4 else 4 * (vocab % ROWS_OF_TILES > 0)))
 
 
 def _widest(profile: ModelProfile, kind: LayerKind) -> float:
