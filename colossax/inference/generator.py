@@ -29,12 +29,14 @@ class Generation:
         tokens: What the model added, an end-of-sequence token included where it came.
         ended: Whether the end-of-sequence token came, rather than the limit.
         scores: Of the prompt's tokens, see `Emitted`; none where nobody asked an engine for them.
+        logprobs: Of what was added, before any temperature; none likewise.
     """
 
     prompt_tokens: tuple[int, ...]
     tokens: tuple[int, ...]
     ended: bool
     scores: tuple[tuple[float, tuple[tuple[int, float], ...]], ...] = ()
+    logprobs: tuple[float, ...] = ()
 
 
 class Generator:

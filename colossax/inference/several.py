@@ -12,7 +12,7 @@ from colossax.inference.engine.keeping import check_all_kept
 from colossax.inference.engine.making import whole
 from colossax.inference.engine.parts import params_on, replicas_of
 from colossax.inference.engine.program import EngineProgram
-from colossax.inference.engine.sizing import sizes_for, with_room
+from colossax.inference.engine.sizing import SEATS, sizes_for, with_room
 from colossax.inference.generator import Generation, Generator
 from colossax.inference.scheduler import Request
 from colossax.nn import ModelSpec
@@ -47,6 +47,15 @@ class Several(Protocol):
         """The same prompts to other parameters of the same shapes and layout, same programs."""
         ...
 
+    def again(self, params: Params, requests: Sequence[EngineRequest]) -> "Several":
+        """Other prompts to such parameters, by the same programs.
+
+        Args:
+            params: As of `with_params`.
+            requests: None longer than the longest of the first ones; what ends them is their own.
+        """
+        ...
+
     def run(self) -> list[Generation]:
         """The continuations, in the order of the requests.
 
@@ -66,11 +75,13 @@ def several(
     eos: int | None = None,
     drafter: Drafter | None = None,
     adapters: Sequence[str] = (),
+    seats: int = SEATS,
+    beside: int = 0,
 ) -> Several:
     """What continues these prompts; nothing is compiled yet.
 
-    Up to 16 at once share each step of an `Engine`, of which each place along mesh axis `data` has
-    one. With stages it is `Generator`, whose stages each work on a group of the prompts.
+    Up to `seats` at once share each step of an `Engine`, of which each place along mesh axis `data`
+    has one. With stages it is `Generator`, whose stages each work on a group of the prompts.
 
     Args:
         spec: The model, as `describe` gave it under `bound`.
@@ -80,13 +91,15 @@ def several(
         eos: Token that ends a continuation, beside those of its request.
         drafter: See `Engine`.
         adapters: Names of those that the model has side by side.
+        seats: Sequences of an engine at once.
+        beside: Bytes of each device that something else has, as an optimizer its state.
 
     Raises:
         InputError: The model cannot decode, an adapter is unknown, or there are stages, and tokens
             are guessed or drawn otherwise than by temperature, or there are several adapters.
 
     Cost: a compilation where all prompts are short, else two. Holds parameters and a cache for the
-    longest 16 of the requests, or as many as there is room for.
+    longest of the requests, for as many as have seats, or as many as there is room for.
     """
     config = decoding_model(spec).config
     ends = eos is not None and 0 <= eos < config.vocab
@@ -110,12 +123,12 @@ def several(
         return _InStages(Generator(spec, bound, params, **sizes), asked)
     parts = replicas_of(bound)
     draft = 0 if drafter is None else drafter.tokens
-    sizes = sizes_for(given, longest, draft, engines=len(parts))
+    sizes = sizes_for(given, longest, draft, engines=len(parts), seats=seats)
     programs = [
         EngineProgram(spec, one, sizes, None if drafter is None else drafter.on(one))
         for one in parts
     ]
-    return _Together(spec, bound, programs, params, given, tuple(adapters))
+    return _Together(spec, bound, programs, params, given, tuple(adapters), beside)
 
 
 class _Together:
@@ -129,8 +142,9 @@ class _Together:
         params: Params,
         requests: list[EngineRequest],
         adapters: tuple[str, ...],
+        beside: int,
     ):
-        self._spec, self._bound, self._programs = spec, bound, programs
+        self._spec, self._bound, self._programs, self._beside = spec, bound, programs, beside
         self._requests, self._params, self._adapters = requests, [params], adapters
         if len(programs) > 1:
             self._params = [params_on(spec, one.bound, params) for one in programs]
@@ -152,14 +166,17 @@ class _Together:
         return self._programs[0].lowered("mixed", self._params[0])
 
     def with_params(self, params: Params) -> "_Together":
-        given = params, self._requests, self._adapters
+        return self.again(params, self._requests)
+
+    def again(self, params: Params, requests: Sequence[EngineRequest]) -> "_Together":
+        self._settle()
+        given = params, [*requests], self._adapters, self._beside
         other = _Together(self._spec, self._bound, self._programs, *given)
-        other._has_room = self._has_room
+        other._has_room = True
         return other
 
     def run(self) -> list[Generation]:
-        if not self._has_room:
-            self._programs, self._has_room = self._with_room(), True
+        self._settle()
         engines = [
             Engine.of(
                 program,
@@ -175,9 +192,13 @@ class _Together:
         told = one.generate_all(self._requests)
         return [_generation(*one) for one in enumerate(zip(self._requests, told, strict=True), 1)]
 
+    def _settle(self) -> None:
+        if not self._has_room:
+            self._programs, self._has_room = self._with_room(), True
+
     def _with_room(self) -> list[EngineProgram]:
         """Programs of which the devices hold the pages: as many in each."""
-        first = with_room(self._programs[0], self._params[0])
+        first = with_room(self._programs[0], self._params[0], beside=self._beside)
         others = [
             EngineProgram(self._spec, one.bound, first.sizes, one.drafter)
             for one in self._programs[1:]
@@ -207,7 +228,11 @@ class _InStages:
         return self._generator.lowered()
 
     def with_params(self, params: Params) -> "_InStages":
-        return _InStages(self._generator.with_params(params), self._requests)
+        return self.again(params, self._requests)
+
+    def again(self, params: Params, requests: Sequence[Any]) -> "_InStages":
+        asked = [_plain(one) if isinstance(one, EngineRequest) else one for one in requests]
+        return _InStages(self._generator.with_params(params), asked)
 
     def run(self) -> list[Generation]:
         return self._generator.generate_all(self._requests)
@@ -229,6 +254,7 @@ def _generation(number: int, asked: tuple[EngineRequest, list[Emitted]]) -> Gene
         tokens=tokens,
         ended=last.ended == "stop",
         scores=told[0].scores,
+        logprobs=tuple(one.logprob for one in told if one.logprob is not None),
     )
 
 

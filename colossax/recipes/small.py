@@ -1,7 +1,5 @@
 """Recipes that train in minutes on a laptop's CPU, on text every machine has."""
 
-import dataclasses
-
 from colossax.config import LossConfig, OffloadConfig, Plan, Precision, Segment
 from colossax.models import (
     BERTConfig,
@@ -13,11 +11,10 @@ from colossax.models import (
     ViTConfig,
     WhisperConfig,
 )
-from colossax.nn import AdapterConfig, DrafterConfig, EncoderPart, HeadConfig
+from colossax.nn import DrafterConfig, EncoderPart, HeadConfig
 from colossax.tasks import (
     DataConfig,
     MaskConfig,
-    ObjectiveConfig,
     OptimizerConfig,
     SampleConfig,
     SpanConfig,
@@ -336,56 +333,4 @@ def finetune() -> TrainConfig:
         steps=200,
         validate_every=50,
         sample=SampleConfig(),
-    )
-
-
-def sft() -> TrainConfig:
-    """Teach the model of a checkpoint (`--init`) what assistants say in your conversations.
-
-    `--data` is JSONL, JSON, Parquet or Arrow of `messages`, ShareGPT's `conversations`, Alpaca's
-    `instruction` and `output`, or `prompt` and `completion`. The model here only stands for the
-    checkpoint's.
-    """
-    return _post_training("sft", peak_lr=1e-5)
-
-
-def dpo() -> TrainConfig:
-    """Direct preference optimisation on pairs: `prompt`, `chosen`, `rejected`.
-
-    The reference is the model without its adapter (`--adapter.rank`).
-    """
-    return _post_training("dpo", peak_lr=5e-6)
-
-
-def ipo() -> TrainConfig:
-    """Identity preference optimisation, on pairs as `dpo`."""
-    return _post_training("ipo", peak_lr=5e-6)
-
-
-def simpo() -> TrainConfig:
-    """Simple preference optimisation on pairs, which needs no reference."""
-    return _post_training("simpo", peak_lr=1e-6)
-
-
-def orpo() -> TrainConfig:
-    """Odds ratio preference optimisation on pairs, whose chosen answers are learned too."""
-    return _post_training("orpo", peak_lr=8e-6)
-
-
-def kto() -> TrainConfig:
-    """Kahneman-Tversky optimisation on answers that are good or bad: a conversation and a `label`.
-
-    The reference is the model without its adapter (`--adapter.rank`).
-    """
-    return _post_training("kto", peak_lr=5e-6)
-
-
-def _post_training(name: str, *, peak_lr: float) -> TrainConfig:
-    config, objective = finetune(), ObjectiveConfig(name=name)
-    return config.replace(
-        recipe=name,
-        plan=config.plan.replace(offload=OffloadConfig()),
-        objective=objective,
-        adapter=AdapterConfig(rank=16 if objective.with_reference else 0),
-        optimizer=dataclasses.replace(config.optimizer, peak_lr=peak_lr),
     )

@@ -26,13 +26,14 @@ if TYPE_CHECKING:
     from .posttraining.advantages import group_advantages as group_advantages
     from .posttraining.advantages import whitened as whitened
     from .posttraining.config import ObjectiveConfig as ObjectiveConfig
+    from .posttraining.config import PolicyConfig as PolicyConfig
+    from .posttraining.config import RolloutConfig as RolloutConfig
     from .posttraining.kto import kto_loss as kto_loss
     from .posttraining.kto import kto_options as kto_options
     from .posttraining.pairs import dpo_loss as dpo_loss
     from .posttraining.pairs import ipo_loss as ipo_loss
     from .posttraining.pairs import orpo_loss as orpo_loss
     from .posttraining.pairs import simpo_loss as simpo_loss
-    from .posttraining.policy import PolicyConfig as PolicyConfig
     from .posttraining.policy import clipped_value_loss as clipped_value_loss
     from .posttraining.policy import kl_estimate as kl_estimate
     from .posttraining.policy import policy_loss as policy_loss

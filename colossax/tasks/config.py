@@ -28,7 +28,12 @@ from colossax.models import config_from_json, config_to_json
 from colossax.nn.config import AdapterConfig, DrafterConfig
 from colossax.tasks.drafting.checks import check_drafter
 from colossax.tasks.image_sets import check_images, check_name
-from colossax.tasks.posttraining.config import ObjectiveConfig, check_objective
+from colossax.tasks.posttraining.config import (
+    ObjectiveConfig,
+    PolicyConfig,
+    RolloutConfig,
+    check_objective,
+)
 from colossax.tasks.sound.sets import check_sound, check_sound_name, reads_sound
 from colossax.tasks.told import MaskConfig, SpanConfig, check_spans
 
@@ -249,7 +254,7 @@ class RunLength:
     Attributes:
         plan: How it is spread over devices.
         steps: Optimizer steps in all, those before a resumption included.
-        seed: Of the parameters and the step's random keys; of text, of the order of the data too.
+        seed: Of parameters, the step's random keys, and the order of text.
         checkpoint_every: Steps between checkpoints; 0 saves at the end alone.
         keep: Checkpoints kept.
         stop_after_skipped: Steps skipped in a row, their loss or gradient norm not finite, after
@@ -281,14 +286,14 @@ class TrainConfig(RunLength):
         drafter: What learns to draft for the model, which is frozen then; with 0 layers there is
             none.
         objective: What is learned from conversations; without a name text is learned.
+        rollout, policy: How it answers, is rewarded and learns from that, where it does.
         optimizer: Optimizer and learning rate.
         clip_norm: Global norm gradients are scaled down to; None leaves them.
         z_loss: Coefficient of the squared log-partition.
         sample: Completion printed at the end.
         target: The smallest GPUs the run fits on as it stands, as `aot.parse_target` reads them.
-        init: Checkpoint whose parameters a new run starts from, in place of random ones: folder of
-            a run, of checkpoints or of one step; of a model of the same sizes. Its tokenizer is
-            used where `data` names none.
+        init: Checkpoint of a model of the same sizes, whose parameters a new run starts from: its
+            folder, or that of a run. Its tokenizer is used where `data` names none.
     """
 
     recipe: str
@@ -297,6 +302,8 @@ class TrainConfig(RunLength):
     adapter: AdapterConfig = AdapterConfig()
     drafter: DrafterConfig = DrafterConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    policy: PolicyConfig = PolicyConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     clip_norm: ClipNorm | None = 1.0
     z_loss: NotNegative = 0.0

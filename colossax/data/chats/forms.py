@@ -37,6 +37,7 @@ class Wanted(enum.StrEnum):
     CONVERSATION = "a conversation"
     PAIR = "a prompt with a chosen and a rejected answer"
     JUDGED = "a conversation and whether its answer is good"
+    PROMPT = "a prompt"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,7 +46,7 @@ class Example:
 
     Attributes:
         prompt: Messages of which nothing is told.
-        answers: What follows, one or two ways; of a pair the chosen one first.
+        answers: What follows, one or two ways; of a pair the chosen one first, of a prompt none.
         good: Of a judged answer, whether it is; None for the others.
         tools: Functions that may be called, as templates take them.
     """
@@ -66,6 +67,8 @@ def example_of(record: Mapping[str, Any], wanted: Wanted, where: str) -> Example
     - A pair: `chosen` and `rejected`, text, a message or messages, behind the prompt of a
       conversation's form; or each whole. What both begin with is of the prompt.
     - A judged answer: a conversation and a `label`, true or false; its last answer is told.
+    - A prompt: a conversation without the answer that it may end with; or a `prompt`, `question` or
+      `instruction` alone.
 
     Args:
         record: Fields of a line or row.
@@ -77,6 +80,8 @@ def example_of(record: Mapping[str, Any], wanted: Wanted, where: str) -> Example
     """
     if wanted is Wanted.PAIR:
         return _pair(record, where)
+    if wanted is Wanted.PROMPT:
+        return _asked_alone(record, where)
     messages = [*_prompt(record, where), *_answer(record, where)]
     if not any(message["role"] == "assistant" for message in messages):
         raise DataError(
@@ -90,6 +95,18 @@ def example_of(record: Mapping[str, Any], wanted: Wanted, where: str) -> Example
     good = _label(record, where)
     answers = ((messages[last],),)
     return Example(prompt=(*messages[:last],), answers=answers, good=good, tools=tools)
+
+
+def _asked_alone(record: Mapping[str, Any], where: str) -> Example:
+    messages = _prompt(record, where)
+    while messages and messages[-1]["role"] == "assistant":
+        messages.pop()
+    if not any(message["role"] == "user" for message in messages):
+        raise DataError(
+            f"{where}: asks nothing, its fields are {', '.join(sorted(record)) or 'none'}; give"
+            " 'prompt', 'question', 'instruction', or 'messages' in which a user says something"
+        )
+    return Example(prompt=(*messages,), answers=(), tools=_tools(record, where))
 
 
 def _pair(record: Mapping[str, Any], where: str) -> Example:

@@ -125,20 +125,8 @@ class AnswerRows:
         return self._rows[int(order[at])]
 
     def filled(self, documents: Sequence[tuple[np.ndarray, np.ndarray]]) -> Row:
-        """A row of documents, their tokens and which are told."""
-        names = ("tokens", "targets", "positions")
-        out: Row = {name: np.zeros(self.seq_len, np.int32) for name in names}
-        out["segments"] = np.full(self.seq_len, -1, np.int32)
-        out["weights"] = np.zeros(self.seq_len, np.float32)
-        at = 0
-        for number, (tokens, told) in enumerate(documents):
-            span = slice(at, at + len(tokens) - 1)
-            out["tokens"][span], out["targets"][span] = tokens[:-1], tokens[1:]
-            out["positions"][span] = np.arange(len(tokens) - 1)
-            out["segments"][span] = number
-            out["weights"][span] = told[1:]
-            at = span.stop
-        return out
+        """See `filled_row`."""
+        return filled_row(documents, self.seq_len)
 
     def _documents(self, row: int) -> list[int]:
         of = self._answers.of
@@ -146,6 +134,23 @@ class AnswerRows:
 
     def _make_order(self, epoch: int) -> np.ndarray:
         return keyed_permutation(self._seed, _ROWS_KEY, epoch, count=self.count)
+
+
+def filled_row(documents: Sequence[tuple[np.ndarray, np.ndarray]], seq_len: int) -> Row:
+    """A row of documents, their tokens and which are told; see `AnswerRows`."""
+    names = ("tokens", "targets", "positions")
+    out: Row = {name: np.zeros(seq_len, np.int32) for name in names}
+    out["segments"] = np.full(seq_len, -1, np.int32)
+    out["weights"] = np.zeros(seq_len, np.float32)
+    at = 0
+    for number, (tokens, told) in enumerate(documents):
+        span = slice(at, at + len(tokens) - 1)
+        out["tokens"][span], out["targets"][span] = tokens[:-1], tokens[1:]
+        out["positions"][span] = np.arange(len(tokens) - 1)
+        out["segments"][span] = number
+        out["weights"][span] = told[1:]
+        at = span.stop
+    return out
 
 
 class JudgedRows(AnswerRows):

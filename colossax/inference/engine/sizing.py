@@ -85,7 +85,12 @@ def asked_sizes(
 
 
 def sizes_for(
-    requests: Sequence[EngineRequest], longest: int, draft: int = 0, *, engines: int = 1
+    requests: Sequence[EngineRequest],
+    longest: int,
+    draft: int = 0,
+    *,
+    engines: int = 1,
+    seats: int = SEATS,
 ) -> Sizes:
     """Of an engine for requests that are all known, on devices with any room.
 
@@ -96,8 +101,9 @@ def sizes_for(
         longest: Of the model's sequences.
         draft: Tokens that are guessed behind each that is said.
         engines: That share them.
+        seats: Of each at most.
     """
-    seats = _power(min(-(-len(requests) // engines), SEATS))
+    seats = _power(min(-(-len(requests) // engines), seats))
     lengths = [len(one.prompt) + one.max_tokens for one in requests]
     slots = min(longest, -(-max(lengths) // SLOTS) * SLOTS)
     of_each = -(-slots // PAGE_TOKENS)
@@ -129,7 +135,7 @@ def _held(request: EngineRequest, slots: int, mixed: int) -> int:
     return pages if keep is None else min(pages, keep.pages(PAGE_TOKENS, mixed).held)
 
 
-def with_room(program: EngineProgram, params: Params) -> EngineProgram:
+def with_room(program: EngineProgram, params: Params, *, beside: int = 0) -> EngineProgram:
     """A program with fewer pages where the devices have no room for all of its own.
 
     As much of a device may be used as where layers are fitted into it.
@@ -137,6 +143,7 @@ def with_room(program: EngineProgram, params: Params) -> EngineProgram:
     Args:
         program: See there.
         params: Arrays, or shapes with shardings.
+        beside: Bytes of each device that are not to be had.
 
     Raises:
         PlanError: There is no room for the longest sequence.
@@ -148,13 +155,14 @@ def with_room(program: EngineProgram, params: Params) -> EngineProgram:
     held = sum(
         _bytes(x) for x in jax.tree.leaves(params) if x.sharding.memory_kind != "pinned_host"
     )
-    if memory is None or held + cache_bytes(program) <= ROOMY * memory:
+    if memory is None or beside + held + cache_bytes(program) <= ROOMY * memory:
         return program
     drafter = program.drafter
     given = program.spec, bound, params, sizes
     # Requests that let go of tokens hold fewer pages than the longest sequence has.
     least = min(sizes.pages, sizes.pages_a_seat)
-    pages = pages_for(*given, share=DEVICE_SHARE, drafter=drafter, least=least)
+    how = {"drafter": drafter, "least": least, "beside": beside}
+    pages = pages_for(*given, share=DEVICE_SHARE, **how)
     if pages >= sizes.pages:
         return program
     return EngineProgram(program.spec, bound, dataclasses.replace(sizes, pages=pages), drafter)
@@ -169,6 +177,7 @@ def pages_for(
     share: float = SHARE,
     drafter: Drafter | None = None,
     least: int | None = None,
+    beside: int = 0,
 ) -> int:
     """As many as all seats could fill, or as the devices have room for beside the rest.
 
@@ -181,6 +190,7 @@ def pages_for(
         share: Of a device's memory that may be used.
         drafter: Of the engine, with a cache of its own in as many pages.
         least: See `room_for`.
+        beside: See `with_room`.
 
     Raises:
         PlanError: There is no room for the longest sequence.
@@ -195,7 +205,7 @@ def pages_for(
     )
     page_bytes = max(1, (cache_bytes(few) - cache_bytes(one)) // max(1, sizes.pages_a_seat - 1))
     programs = few.lowered("mixed", params), few.reading.lowered(params)
-    rest = max(used_bytes(one) for one in programs if one is not None)
+    rest = beside + max(used_bytes(one) for one in programs if one is not None)
     rest -= page_bytes * sizes.pages_a_seat  # what seats have for themselves stays
     return min(most, room_for(memory, rest, page_bytes, sizes, share=share, least=least))
 

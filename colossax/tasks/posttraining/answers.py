@@ -8,7 +8,14 @@ from jaxtyping import Array, Float
 
 from colossax.errors import InputError
 from colossax.nn import Models, token_logps
-from colossax.tasks.next_token import at_the_head, hidden_states, moved, split_vocabulary
+from colossax.step.loss import Loss, Sums, Terms, any_order
+from colossax.tasks.next_token import (
+    at_the_head,
+    hidden_states,
+    moved,
+    real_tokens,
+    split_vocabulary,
+)
 from colossax.typing import Batch
 
 POLICY, REFERENCE = "policy", "reference"
@@ -122,3 +129,18 @@ def check_documents(documents: int, objective: str, *, of: int) -> None:
     if type(documents) is not int or documents < of or documents % of:
         wanted = "an even number of 2 or more, for pairs" if of == 2 else "1 or more"
         raise InputError(f"{objective}: documents is {documents!r}; give {wanted}")
+
+
+def telling(inner: Loss) -> Loss:
+    """A loss with a term `told`, which adds nothing: the share of the tokens read that is told.
+
+    So a step's `tokens` are those that are read, whatever else the loss is divided by.
+    """
+
+    @any_order
+    def loss(models: Any, batch: Batch, row_keys: Array | None = None) -> tuple[Terms, Sums]:
+        terms, metrics = inner(models, batch, row_keys=row_keys)
+        told = jnp.sum(batch["weights"].astype(jnp.float32))
+        return {**terms, "told": (told, real_tokens(batch), 0.0)}, metrics
+
+    return loss

@@ -1,12 +1,14 @@
 """An objective on answers, as data."""
 
 import dataclasses
-from typing import Any
+from typing import Annotated, Any
 
 from colossax.config import (
+    Bound,
     Count,
     NotNegative,
     Positive,
+    at_least,
     check_text,
     check_types,
     nearest,
@@ -14,10 +16,58 @@ from colossax.config import (
 from colossax.errors import InputError
 
 BETAS = {"sft": 1.0, "dpo": 0.1, "ipo": 0.1, "simpo": 2.0, "orpo": 0.1, "kto": 0.1}
-"""Objectives by name, and the coefficient that each has where none is given."""
+"""Objectives on answers that are given, and the coefficient of each where none is said."""
+
+ON_ROLLOUTS = ("grpo",)
+"""Objectives on answers that the model gives itself."""
 
 _WITH_REFERENCE = ("dpo", "ipo", "kto")
 _ON_PAIRS = ("dpo", "ipo", "simpo", "orpo")
+
+NORMALISERS = ("token", "sequence", "longest")
+ESTIMATORS = ("k1", "k2", "k3")
+
+_Factor = Annotated[float, Bound(low=1, above=True, told="a number above 1, as 3")]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PolicyConfig:
+    """A policy gradient, as data. The defaults are GRPO's, without a term of the divergence.
+
+    Attributes:
+        clip_low: By how much the ratio may fall below 1 before it stops to count.
+        clip_high: By how much it may rise above 1; DAPO has 0.28 beside a `clip_low` of 0.2.
+        dual_clip: Of negative advantages, the largest ratio that counts; none: any does.
+        divergence: Coefficient of the divergence from the reference; 0: none is asked for.
+        estimator: Of the divergence, with `d = log policy - log reference`: `k1` is d, `k2` d^2/2,
+            `k3` `e^-d - 1 + d`.
+        normaliser: What the sum over tokens is divided by. `token`: the tokens of all answers of
+            the global batch (DAPO); `sequence`: each answer's own tokens, and then the answers
+            (GRPO); `longest`: the answers times `longest` (Dr. GRPO).
+        longest: Tokens that an answer may have, for the last of these.
+        temperature: That answers were drawn at.
+    """
+
+    clip_low: NotNegative = 0.2
+    clip_high: NotNegative = 0.2
+    dual_clip: _Factor | None = None
+    divergence: NotNegative = 0.0
+    estimator: str = "k3"
+    normaliser: str = "sequence"
+    longest: Count | None = None
+    temperature: Positive = 1.0
+
+    def __post_init__(self):
+        check_types(self, "policy")
+        for name, known in (("normaliser", NORMALISERS), ("estimator", ESTIMATORS)):
+            if getattr(self, name) not in known:
+                found = getattr(self, name)
+                raise InputError(f"policy.{name}: unknown '{found}'{nearest(found, known)}")
+        if (self.normaliser == "longest") != (self.longest is not None):
+            raise InputError(
+                f"policy.longest: found {self.longest} beside the normaliser {self.normaliser};"
+                " give it with longest alone, as the most tokens of an answer"
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,17 +76,20 @@ class ObjectiveConfig:
 
     Attributes:
         name: `sft` (what assistants say), `dpo`, `ipo`, `simpo`, `orpo` (a chosen answer over a
-            rejected one), `kto` (answers that are good or bad); empty: text is learned.
-        beta: Coefficient of the objective; none: 0.1, of simpo 2.
+            rejected one), `kto` (answers that are good or bad), `grpo` (answers of its own that are
+            rewarded); empty: text is learned.
+        beta: Coefficient of the objective; none: 0.1, of simpo 2. Of grpo it is
+            `policy.divergence`.
         margin: Of simpo, by which a chosen answer is to be ahead.
         desirable: Of kto, the weight of good answers.
         undesirable: Of kto, the weight of bad answers.
-        documents: Prompts with an answer that share a row, at most; even where they are pairs.
+        documents: Prompts with an answer that share a row, at most; even where they are pairs. Of
+            grpo exactly so many, each in as many of a row's tokens.
         template: File of a Jinja template that makes text of messages; none: the checkpoint's, or
             a plain one where it has none.
     """
 
-    name: str = dataclasses.field(default="", metadata={"choices": ("", *BETAS)})
+    name: str = dataclasses.field(default="", metadata={"choices": ("", *BETAS, *ON_ROLLOUTS)})
     beta: Positive | None = None
     margin: NotNegative = 1.0
     desirable: NotNegative = 1.0
@@ -46,8 +99,9 @@ class ObjectiveConfig:
 
     def __post_init__(self):
         check_types(self, "objective")
-        if self.name and self.name not in BETAS:
-            raise InputError(f"objective.name: unknown '{self.name}'{nearest(self.name, BETAS)}")
+        known = (*BETAS, *ON_ROLLOUTS)
+        if self.name and self.name not in known:
+            raise InputError(f"objective.name: unknown '{self.name}'{nearest(self.name, known)}")
         check_text(self.template or "", "objective.template")
         if self.on_pairs and self.documents % 2:
             raise InputError(
@@ -69,9 +123,52 @@ class ObjectiveConfig:
         return self.name in _ON_PAIRS
 
     @property
+    def on_rollouts(self) -> bool:
+        """Whether it learns from answers that the model gives in the run."""
+        return self.name in ON_ROLLOUTS
+
+    @property
     def coefficient(self) -> float:
         """`beta`, or what the objective has without one."""
         return BETAS[self.name] if self.beta is None else self.beta
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RolloutConfig:
+    """How a model answers prompts in a run, and who rewards that.
+
+    Attributes:
+        rewards: `package.module:function`, a plain function of a list of `Answer` that returns a
+            number for each; see `RewardWorkers`.
+        group: Answers to each prompt, which are held against each other.
+        max_tokens: Of an answer at most.
+        scaled: Whether an answer's advantage is divided by the spread of its group (GRPO); Dr. GRPO
+            leaves it out.
+        seats: Answers that an engine writes at once, each with a cache of its own.
+        workers: Processes that reward.
+        seconds: That the function may take for a call.
+        memory_gb: That each process may address.
+        failed: Reward of an answer that could not be judged.
+    """
+
+    rewards: str | None = None
+    group: Count = 8
+    max_tokens: Count = 128
+    scaled: bool = True
+    seats: Count = 64
+    workers: Count = 2
+    seconds: Positive = 10.0
+    memory_gb: Positive = 4.0
+    failed: float = 0.0
+
+    def __post_init__(self):
+        check_types(self, "rollout")
+        check_text(self.rewards or "", "rollout.rewards")
+
+
+def longest_prompt(config: Any) -> int:
+    """Tokens that a `TrainConfig` has for a prompt beside its answer."""
+    return config.data.seq_len // config.objective.documents - config.rollout.max_tokens
 
 
 def check_objective(config: Any) -> None:
@@ -107,9 +204,43 @@ def check_objective(config: Any) -> None:
             f"objective.name: {objective.name} is of decoders, whose text goes on with an answer;"
             " give the checkpoint of one"
         )
-    if objective.with_reference and not config.adapter:
+    diverges = objective.on_rollouts and config.policy.divergence > 0
+    if (objective.with_reference or diverges) and not config.adapter:
+        without = "policy.divergence 0" if diverges else "simpo or orpo, which need no reference"
         raise InputError(
             f"adapter.rank: {objective.name} holds the model against what it was, which here is the"
-            " model without its adapter; give --adapter.rank 16, or take simpo or orpo, which need"
-            " no reference"
+            f" model without its adapter; give --adapter.rank 16, or take {without}"
+        )
+
+
+def check_rollouts(config: Any) -> None:
+    """Refuse answers that cannot be compared, or that rows have no room for.
+
+    Raises:
+        InputError: That, or nobody rewards them.
+    """
+    objective, data, rollout = config.objective, config.data, config.rollout
+    name, answers = objective.name, data.global_batch * objective.documents
+    if rollout.rewards is None:
+        raise InputError(
+            f"rollout.rewards: {name} learns from what answers are worth; name a function, as"
+            " --rollout.rewards my_package.rewards:parses"
+        )
+    if objective.beta is not None:
+        raise InputError(
+            f"objective.beta: {name} has none; how near it stays to its reference is"
+            " policy.divergence"
+        )
+    at_least(2).check(rollout.group, "rollout.group")
+    if answers % rollout.group:
+        raise InputError(
+            f"rollout.group: a step has {answers} answers (data.global_batch {data.global_batch}"
+            f" rows of objective.documents {objective.documents}), which are no groups of"
+            f" {rollout.group}; give a number that divides them"
+        )
+    if longest_prompt(config) < 1:
+        raise InputError(
+            f"rollout.max_tokens: an answer has {data.seq_len // objective.documents} tokens of a"
+            f" row, its prompt's among them (data.seq_len {data.seq_len} for objective.documents"
+            f" {objective.documents}); give fewer than those, or make rows longer"
         )

@@ -176,18 +176,18 @@ def open_conversations(config: TrainConfig, group: Group) -> Conversations:
             or the processes read different files.
     """
     data = config.data
-    _check(config)
+    check_given(config)
     each = group.together(lambda: [documents_of(data, path) for path in data.sources])
     first = group.from_first(
         lambda: [
             [documents.fingerprint for documents in each],
             tokenizer_of(data, each[0], config.model, initial_tokenizer(config)),
-            _chat(config).to_json(),
+            chat_of(config).to_json(),
         ]
     )
     fingerprints, tokenizer_json, chat_json = first
     tokenizer, chat = Tokenizer.from_json(tokenizer_json), Chat.from_json(chat_json)
-    group.together(lambda: _check_same(each, fingerprints, group.process_id))
+    group.together(lambda: check_same(each, fingerprints, group.process_id))
 
     def encode() -> tuple[Source, ...]:
         named = zip(each, data.sources.values(), names_of(each), strict=True)
@@ -202,7 +202,12 @@ def open_conversations(config: TrainConfig, group: Group) -> Conversations:
     return found
 
 
-def _check(config: TrainConfig) -> None:
+def check_given(config: TrainConfig) -> None:
+    """Refuse a run without a checkpoint or data, or one whose reference is no whole model.
+
+    Raises:
+        InputError: That.
+    """
     name = config.objective.name
     if config.init is None and config.data.tokenizer is None:
         raise InputError(
@@ -214,7 +219,8 @@ def _check(config: TrainConfig) -> None:
             f"data.path: {name} learns from conversations; give a file or folder of JSONL, JSON,"
             " Parquet or Arrow with --data"
         )
-    if config.objective.with_reference and config.init is not None:
+    diverges = config.objective.on_rollouts and config.policy.divergence > 0
+    if (config.objective.with_reference or diverges) and config.init is not None:
         if initial_adapter(config.init) is not None:
             raise InputError(
                 f"init: '{config.init}' is an adapter, and without it the model is not what {name}"
@@ -222,7 +228,7 @@ def _check(config: TrainConfig) -> None:
             )
 
 
-def _chat(config: TrainConfig) -> Chat:
+def chat_of(config: TrainConfig) -> Chat:
     """The checkpoint's, with the template that is asked for, or a plain one."""
     stored = None
     if config.init is not None:
@@ -280,7 +286,12 @@ def _wanted(objective: ObjectiveConfig) -> Wanted:
     return Wanted.PAIR if objective.on_pairs else Wanted.CONVERSATION
 
 
-def _check_same(each: list[Documents], fingerprints: list[str], process_id: int) -> None:
+def check_same(each: list[Documents], fingerprints: list[str], process_id: int) -> None:
+    """Refuse documents that are not those of process 0.
+
+    Raises:
+        DataError: That.
+    """
     for documents, fingerprint in zip(each, fingerprints, strict=True):
         if documents.fingerprint != fingerprint:
             raise DataError(

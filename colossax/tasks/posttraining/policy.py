@@ -1,13 +1,12 @@
 """Policy gradients on answers that a model has given: PPO's clipped ratio, and GRPO's family."""
 
-import dataclasses
-from typing import Annotated, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from colossax.config import Bound, Count, NotNegative, Positive, above, check_types, nearest
+from colossax.config import above
 from colossax.errors import InputError
 from colossax.layerwise import Maximum
 from colossax.step.loss import Loss, Sums, Terms, any_order
@@ -19,6 +18,7 @@ from colossax.tasks.posttraining.answers import (
     policy_of,
     told_logps,
 )
+from colossax.tasks.posttraining.config import PolicyConfig
 from colossax.typing import Batch
 
 ADVANTAGES = "advantages"
@@ -27,50 +27,11 @@ ADVANTAGES = "advantages"
 OLD_LOGPS = "old_logps"
 """Array of a batch, `[b, s]` float32: log-probabilities under the policy that gave the answers."""
 
-NORMALISERS = ("token", "sequence", "longest")
-ESTIMATORS = ("k1", "k2", "k3")
+ENGINE_LOGPS = "engine_logps"
+"""Array of a batch, `[b, s]` float32: log-probabilities that the engine said of what it drew."""
 
-_Factor = Annotated[float, Bound(low=1, above=True, told="a number above 1, as 3")]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PolicyConfig:
-    """A policy gradient, as data. The defaults are GRPO's, without a term of the divergence.
-
-    Attributes:
-        clip_low: By how much the ratio may fall below 1 before it stops to count.
-        clip_high: By how much it may rise above 1; DAPO has 0.28 beside a `clip_low` of 0.2.
-        dual_clip: Of negative advantages, the largest ratio that counts; none: any does.
-        divergence: Coefficient of the divergence from the reference; 0: none is asked for.
-        estimator: Of the divergence, with `d = log policy - log reference`: `k1` is d, `k2` d^2/2,
-            `k3` `e^-d - 1 + d`.
-        normaliser: What the sum over tokens is divided by. `token`: the tokens of all answers of
-            the global batch (DAPO); `sequence`: each answer's own tokens, and then the answers
-            (GRPO); `longest`: the answers times `longest` (Dr. GRPO).
-        longest: Tokens that an answer may have, for the last of these.
-        temperature: That answers were drawn at.
-    """
-
-    clip_low: NotNegative = 0.2
-    clip_high: NotNegative = 0.2
-    dual_clip: _Factor | None = None
-    divergence: NotNegative = 0.0
-    estimator: str = "k3"
-    normaliser: str = "sequence"
-    longest: Count | None = None
-    temperature: Positive = 1.0
-
-    def __post_init__(self):
-        check_types(self, "policy")
-        for name, known in (("normaliser", NORMALISERS), ("estimator", ESTIMATORS)):
-            if getattr(self, name) not in known:
-                found = getattr(self, name)
-                raise InputError(f"policy.{name}: unknown '{found}'{nearest(found, known)}")
-        if (self.normaliser == "longest") != (self.longest is not None):
-            raise InputError(
-                f"policy.longest: found {self.longest} beside the normaliser {self.normaliser};"
-                " give it with longest alone, as the most tokens of an answer"
-            )
+NOT_SAID = 1.0
+"""Stands there for those that it did not say; no log-probability is above 0."""
 
 
 def policy_loss(config: PolicyConfig, *, documents: int) -> Loss:
@@ -81,7 +42,8 @@ def policy_loss(config: PolicyConfig, *, documents: int) -> Loss:
     reference. Both are divided as the normaliser says, over the global batch.
 
     A batch has `advantages`, and `old_logps` unless each answer is learned from once: then the
-    ratio is 1, exactly, and its gradient that of the log-probability.
+    ratio is 1, exactly, and its gradient that of the log-probability. Of `engine_logps`, where they
+    are there, it is told how far they are from those of the same tokens here.
 
     Args:
         config: Which.
@@ -116,7 +78,13 @@ def policy_loss(config: PolicyConfig, *, documents: int) -> Loss:
             "largest_ratio": Maximum(jnp.max(jnp.where(weights > 0, ratio, 0.0))),
             "clipped": (jnp.sum(clipped * weights), told),
             "log_ratio": (jnp.sum(moved * weights), told),
+            "entropy": (-jnp.sum(logps * weights), told),
         }
+        if ENGINE_LOGPS in batch:
+            said = weights * (batch[ENGINE_LOGPS] <= 0)
+            apart = jnp.where(said > 0, jnp.abs(logps - batch[ENGINE_LOGPS]), 0.0)
+            metrics["engine_apart"] = (jnp.sum(apart), jnp.sum(said))
+            metrics["engine_furthest"] = Maximum(jnp.max(apart))
         if config.divergence:
             further = jnp.where(weights > 0, logps - batch[REFERENCE_LOGPS], 0.0)
             each = kl_estimate(further, config.estimator)

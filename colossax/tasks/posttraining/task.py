@@ -6,17 +6,16 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
 
 from colossax.config import to_json
 from colossax.models import CHAT_DOCUMENT, config_to_json
 from colossax.processes.group import Group
-from colossax.step.loss import Loss, Sums, Terms, any_order
+from colossax.step.loss import Loss
 from colossax.step.step import Step
 from colossax.tasks.config import TrainConfig
-from colossax.tasks.next_token import next_token_loss, real_tokens
+from colossax.tasks.next_token import next_token_loss
+from colossax.tasks.posttraining.answers import telling
 from colossax.tasks.posttraining.config import ObjectiveConfig
 from colossax.tasks.posttraining.conversations import (
     Conversations,
@@ -27,8 +26,9 @@ from colossax.tasks.posttraining.conversations import (
 from colossax.tasks.posttraining.kto import kto_loss, kto_options
 from colossax.tasks.posttraining.pairs import dpo_loss, ipo_loss, orpo_loss, simpo_loss
 from colossax.tasks.posttraining.reference import reference_options
+from colossax.tasks.posttraining.rollout_task import with_rollouts
 from colossax.tasks.task import Task
-from colossax.typing import Batch, TrainState
+from colossax.typing import TrainState
 
 VALIDATION_LOSS, ACCURACY = "validation_loss", "validation_accuracy"
 """Mean of the objective over what is held out; share of answers on the right side."""
@@ -45,7 +45,8 @@ _FORMULA = (
 def with_objective(
     task: Task, config: TrainConfig, group: Group, identity: Callable[..., dict[str, Any]]
 ) -> Task:
-    """The task of a run on text, with conversations and an objective in place of text.
+    """The task of a run on text, with conversations and an objective in place of text; or with
+    prompts, where the model gives the answers itself.
 
     Args:
         task: Of the model.
@@ -53,6 +54,8 @@ def with_objective(
         group: The processes that train.
         identity: Of a run, from `text` and `tokenizer`, their fingerprints.
     """
+    if config.objective.on_rollouts:
+        return with_rollouts(task, config, group, identity)
     opened = functools.cache(lambda: open_conversations(config, group))
     objective = config.objective
     more = {"objective": to_json(dataclasses.replace(objective, beta=objective.coefficient))}
@@ -87,10 +90,7 @@ def with_objective(
 
 
 def objective_loss(objective: ObjectiveConfig, *, z_loss: float = 0.0) -> Loss:
-    """The loss of an objective's configuration.
-
-    A term `told`, which adds nothing, says which share of the tokens that are read is told, so that
-    a step's `tokens` are those that are read.
+    """The loss of an objective's configuration, `telling`.
 
     Args:
         objective: Which, and its numbers.
@@ -106,15 +106,7 @@ def objective_loss(objective: ObjectiveConfig, *, z_loss: float = 0.0) -> Loss:
         "orpo": lambda: orpo_loss(**how),
         "kto": lambda: kto_loss(**how, **weights),
     }
-    inner = makers[objective.name]()
-
-    @any_order
-    def loss(models: Any, batch: Batch, row_keys: Array | None = None) -> tuple[Terms, Sums]:
-        terms, metrics = inner(models, batch, row_keys=row_keys)
-        told = jnp.sum(batch["weights"].astype(jnp.float32))
-        return {**terms, "told": (told, real_tokens(batch), 0.0)}, metrics
-
-    return loss
+    return telling(makers[objective.name]())
 
 
 def _options(objective: ObjectiveConfig) -> dict[str, Any]:

@@ -1,0 +1,72 @@
+"""Recipes that go on with a checkpoint's model: on conversations, or on answers of its own."""
+
+import dataclasses
+
+from colossax.config import OffloadConfig
+from colossax.nn import AdapterConfig
+from colossax.recipes.small import finetune
+from colossax.tasks import DataConfig, ObjectiveConfig, TrainConfig
+
+
+def sft() -> TrainConfig:
+    """Teach the model of a checkpoint (`--init`) what assistants say in your conversations.
+
+    `--data` is JSONL, JSON, Parquet or Arrow of `messages`, ShareGPT's `conversations`, Alpaca's
+    `instruction` and `output`, or `prompt` and `completion`. The model here only stands for the
+    checkpoint's.
+    """
+    return _post_training("sft", peak_lr=1e-5)
+
+
+def dpo() -> TrainConfig:
+    """Direct preference optimisation on pairs: `prompt`, `chosen`, `rejected`.
+
+    The reference is the model without its adapter (`--adapter.rank`).
+    """
+    return _post_training("dpo", peak_lr=5e-6)
+
+
+def ipo() -> TrainConfig:
+    """Identity preference optimisation, on pairs as `dpo`."""
+    return _post_training("ipo", peak_lr=5e-6)
+
+
+def simpo() -> TrainConfig:
+    """Simple preference optimisation on pairs, which needs no reference."""
+    return _post_training("simpo", peak_lr=1e-6)
+
+
+def orpo() -> TrainConfig:
+    """Odds ratio preference optimisation on pairs, whose chosen answers are learned too."""
+    return _post_training("orpo", peak_lr=8e-6)
+
+
+def kto() -> TrainConfig:
+    """Kahneman-Tversky optimisation on answers that are good or bad: a conversation and a `label`.
+
+    The reference is the model without its adapter (`--adapter.rank`).
+    """
+    return _post_training("kto", peak_lr=5e-6)
+
+
+def grpo() -> TrainConfig:
+    """Group relative policy optimisation: the model answers prompts, a function of yours rewards.
+
+    `--data` is JSONL, JSON, Parquet or Arrow of prompts, `--rollout.rewards` the function.
+    """
+    config = _post_training("grpo", peak_lr=1e-6)
+    return config.replace(
+        data=DataConfig(seq_len=256, global_batch=32, validation_batches=4),
+        objective=ObjectiveConfig(name="grpo", documents=1),
+    )
+
+
+def _post_training(name: str, *, peak_lr: float) -> TrainConfig:
+    config, objective = finetune(), ObjectiveConfig(name=name)
+    return config.replace(
+        recipe=name,
+        plan=config.plan.replace(offload=OffloadConfig()),
+        objective=objective,
+        adapter=AdapterConfig(rank=16 if objective.with_reference else 0),
+        optimizer=dataclasses.replace(config.optimizer, peak_lr=peak_lr),
+    )

@@ -1,0 +1,127 @@
+"""A run that learns from answers of its own, rewarded by a function."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from colossax.config import to_json
+from colossax.models import CHAT_DOCUMENT, config_to_json
+from colossax.processes.group import Group
+from colossax.step.step import Step
+from colossax.tasks.config import TrainConfig
+from colossax.tasks.posttraining.answers import telling
+from colossax.tasks.posttraining.asked import Asked, open_prompts
+from colossax.tasks.posttraining.config import check_rollouts
+from colossax.tasks.posttraining.policy import ADVANTAGES, ENGINE_LOGPS, policy_loss
+from colossax.tasks.posttraining.reference import reference_options
+from colossax.tasks.posttraining.rollouts import ROW_DIMS, Rollouts
+from colossax.tasks.task import Task
+from colossax.typing import TEXT_BATCH_DIMS, TrainState
+
+VALIDATION_REWARD, VALIDATION_TOKENS = "validation_reward", "validation_answer_tokens"
+"""Means over answers to held-out prompts."""
+
+
+def with_rollouts(
+    task: Task, config: TrainConfig, group: Group, identity: Callable[..., dict[str, Any]]
+) -> Task:
+    """The task of a run on text, with prompts, answers and rewards in place of text.
+
+    Args:
+        task: Of the model, with its FLOPs of a step, answers' own left out.
+        config: Of the run, with an objective on rollouts.
+        group: The processes that train.
+        identity: Of a run, from `text` and `tokenizer`, their fingerprints.
+
+    Raises:
+        InputError: See `check_rollouts`.
+    """
+    check_rollouts(config)
+
+    @functools.cache
+    def opened() -> Asked:
+        found = open_prompts(config, group)
+        group.together(rollouts.prepare)
+        return found
+
+    rollouts = Rollouts(config, opened, group)
+    names = ("objective", "rollout", "policy")
+    more = {name: to_json(getattr(config, name)) for name in names}
+
+    def who() -> dict[str, Any]:
+        found = opened()
+        told = identity(text=found.fingerprint, tokenizer=found.tokenizer.fingerprint)
+        return {**told, **more}
+
+    return dataclasses.replace(
+        task,
+        loss=telling(policy_loss(config.policy, documents=config.objective.documents)),
+        options=dataclasses.replace(task.options, **_options(config)),
+        shapes=_shapes(config),
+        flops=task.flops + _reference_flops(config),
+        flops_formula=f"{task.flops_formula}; what writes the answers is not counted",
+        batches=rollouts.batches,
+        callbacks=(rollouts,),
+        evaluators={VALIDATION_REWARD: lambda step, state: _validated(rollouts, step, state)},
+        unit=f"loss of {config.objective.name}",
+        baselines=dict,
+        identity=who,
+        documents=lambda: {
+            "model": config_to_json(config.model),
+            "tokenizer": opened().tokenizer.to_json(),
+            CHAT_DOCUMENT: opened().chat.to_json(),
+            **({"adapter": to_json(config.adapter)} if config.adapter else {}),
+        },
+        introduction=lambda: [f"data: {line}" for line in opened().description],
+        conclusion=_conclusion,
+        complete=None,
+    )
+
+
+def _options(config: TrainConfig) -> dict[str, Any]:
+    dims = {name: ROW_DIMS[name] for name in (ADVANTAGES, ENGINE_LOGPS)}
+    if not config.policy.divergence:
+        return {"batch_dims": dims}
+    options = reference_options(temperature=config.policy.temperature)
+    return {**options, "batch_dims": {**options["batch_dims"], **dims}}
+
+
+def _shapes(config: TrainConfig) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes and dtypes of a run's global batch."""
+    size = (config.data.global_batch, config.data.seq_len)
+    numbers = {"weights", ADVANTAGES, ENGINE_LOGPS}
+    names = [*TEXT_BATCH_DIMS, ADVANTAGES, ENGINE_LOGPS]
+    return {
+        name: jax.ShapeDtypeStruct(size, np.float32 if name in numbers else np.int32)
+        for name in names
+    }
+
+
+def _reference_flops(config: TrainConfig) -> int:
+    """Of a step: the forward pass of the reference, where there is one."""
+    tokens = config.data.global_batch * config.data.seq_len
+    forward = config.model.decoder().train_flops_per_token(config.data.seq_len) // 3
+    return int(tokens * forward) if config.policy.divergence else 0
+
+
+def _validated(rollouts: Rollouts, step: Step, state: TrainState) -> dict[str, float]:
+    judged = rollouts.validated(step, state)
+    lengths = [len(one) for one in judged.tokens]
+    return {
+        VALIDATION_REWARD: float(judged.rewards.mean()),
+        VALIDATION_TOKENS: float(np.mean(lengths)),
+    }
+
+
+def _conclusion(final: Mapping[str, Any]) -> list[str]:
+    reward = final.get(VALIDATION_REWARD)
+    if reward is None:
+        return []
+    return [
+        f"reward of answers to held-out prompts {reward:.4f} on average, of"
+        f" {final[VALIDATION_TOKENS]:.1f} tokens"
+    ]

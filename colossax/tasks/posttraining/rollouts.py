@@ -1,0 +1,310 @@
+"""Answers that the model in training gives to prompts, their rewards, and rows of both."""
+
+import contextlib
+import dataclasses
+import hashlib
+import itertools
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from colossax.config import MeshAxis
+from colossax.data.chats.prompts import Prompt
+from colossax.data.chats.rows import filled_row
+from colossax.data.loader import LocalBatch
+from colossax.processes.group import Group
+from colossax.scheduling import EngineRequest, SamplingConfig
+from colossax.step.step import Step
+from colossax.tasks.config import TrainConfig
+from colossax.tasks.posttraining.advantages import group_advantages
+from colossax.tasks.posttraining.asked import Asked
+from colossax.tasks.posttraining.config import longest_prompt
+from colossax.tasks.posttraining.policy import ADVANTAGES, ENGINE_LOGPS, NOT_SAID
+from colossax.tasks.posttraining.rewards.answer import Answer
+from colossax.tasks.posttraining.rewards.pool import RewardWorkers
+from colossax.tasks.task import Callback
+from colossax.tasks.text import Placement
+from colossax.typing import TOKEN_DIMS, Batch, Dims, Params, TrainState
+
+ROW_DIMS: dict[str, Dims] = {
+    **TOKEN_DIMS,
+    **dict.fromkeys((ADVANTAGES, ENGINE_LOGPS), ("batch", "seq")),
+}
+"""Dims of all arrays that rows of rewarded answers have."""
+
+LEARNED = (
+    "ratio",
+    "largest_ratio",
+    "clipped",
+    "entropy",
+    "kl_k1",
+    "kl_k3",
+)
+"""Of a step's metrics, what is recorded with its answers."""
+
+OF_ENGINE = ("engine_apart", "engine_furthest")
+"""Likewise, where the engine says log-probabilities."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Judged:
+    """Answers, and what each is worth.
+
+    Attributes:
+        prompts: What was asked, once for each answer.
+        tokens: Of each answer, what ends it included.
+        logprobs: Of those as the engine said them; none where it says none.
+        ended: Whether each came to its end.
+        rewards: float64 `[n]`.
+        failures: Answers that could not be judged, by why.
+        said: Of the first of those.
+        seconds: Of writing, and of rewarding.
+    """
+
+    prompts: Sequence[Prompt]
+    tokens: Sequence[tuple[int, ...]]
+    logprobs: Sequence[tuple[float, ...]]
+    ended: Sequence[bool]
+    rewards: np.ndarray
+    failures: Mapping[str, int]
+    said: str
+    seconds: tuple[float, float]
+
+
+class Rollouts(Callback):
+    """Batches of answers that the model gives as it is before the step that learns from them.
+
+    A batch is asked for when its step comes, and made then: of the prompts of that number, each
+    asked as often as a group has answers. Draws depend on the run's seed, the step and the answer
+    alone, so that a run which is resumed, on whatever mesh, asks and draws as one that was never
+    stopped. Beside the batch's own step it is a callback, by which it sees the parameters.
+
+    Args:
+        config: The run.
+        opened: Gives the prompts, read once.
+        group: The processes that train; all write, the first one rewards.
+
+    Cost: a forward pass of each token that is read, and one of all seats for each token that is
+    said; a cache of `seats` answers while that goes on.
+    """
+
+    every = 1
+
+    def __init__(self, config: TrainConfig, opened: Callable[[], Asked], group: Group):
+        self._config, self._opened, self._group = config, opened, group
+        self._workers: RewardWorkers | None = None
+        self._writer: tuple[Step, Any] | None = None
+        self._params: Params | None = None
+        self._made: tuple[int, Judged] | None = None
+
+    def start(self, step: Step, state: TrainState) -> None:
+        """The parameters that the first answers are given by."""
+        self._params, self._made = state["params"], None
+
+    def __call__(self, now: Any) -> None:
+        """Take the parameters after a step, and tell of the answers that it learned from."""
+        self._params = now.state["params"]
+        if self._made is not None and self._made[0] + 1 == now.done:
+            judged, self._made = self._made[1], None
+            known = now.metrics
+            told = [*LEARNED, *(OF_ENGINE if any(judged.logprobs) else ())]
+            learned = {name: known[name] for name in told if name in known}
+            now.log({**told_of(judged, self._config.rollout.group), **learned})
+            if judged.failures:
+                count = sum(judged.failures.values())
+                now.note(
+                    f"step {now.done}: {count} of {len(judged.rewards)} answers could not be"
+                    f" judged ({judged.said})"
+                )
+
+    def prepare(self) -> None:
+        """Begin the processes that reward.
+
+        Raises:
+            InputError: There is no such function.
+        """
+        if self._workers is None and self._group.first:
+            rollout = self._config.rollout
+            assert rollout.rewards is not None
+            self._workers = RewardWorkers(
+                rollout.rewards,
+                workers=rollout.workers,
+                seconds=rollout.seconds,
+                memory_gb=rollout.memory_gb,
+                failed=rollout.failed,
+            )
+
+    def close(self) -> None:
+        """End them."""
+        if self._workers is not None:
+            self._workers.close()
+            self._workers = None
+
+    @contextlib.contextmanager
+    def batches(self, step: Step, start: int) -> Iterator[Iterator[Batch]]:
+        """Global batches from number `start` on, each made when it is asked for."""
+        place = Placement(step, self._config.data.global_batch, ROW_DIMS)
+
+        def made() -> Iterator[Batch]:
+            for number in itertools.count(start):
+                judged = self._answered(step, number)
+                self._made = number, judged
+                rows = self._rows(judged, place.wanted)
+                yield place(rows)
+
+        try:
+            yield made()
+        finally:
+            self.close()
+
+    def validated(self, step: Step, state: TrainState) -> Judged:
+        """One answer to each held-out prompt, as many as `validation_batches` have."""
+        count = self._config.data.validation_batches * self._prompts_of_step
+        numbers = self._opened().held_out[:count]
+        prompts = [self._opened().prompts[number] for number in numbers]
+        return self._judged(step, state["params"], prompts, lambda at: ("held out", at))
+
+    @property
+    def _prompts_of_step(self) -> int:
+        data, objective = self._config.data, self._config.objective
+        return data.global_batch * objective.documents // self._config.rollout.group
+
+    def _answered(self, step: Step, number: int) -> Judged:
+        count, group = self._prompts_of_step, self._config.rollout.group
+        prompts = self._opened().asked(number * count, count)
+        each = [prompt for prompt in prompts for _ in range(group)]
+        assert self._params is not None, "a run calls `start` before it asks for batches"
+        return self._judged(step, self._params, each, lambda at: (number, at))
+
+    def _judged(
+        self,
+        step: Step,
+        params: Params,
+        prompts: Sequence[Prompt],
+        drawn_by: Callable[[int], tuple[Any, int]],
+    ) -> Judged:
+        began = time.perf_counter()
+        asked = [
+            self._request(step, prompt.tokens, self._seed(*drawn_by(at)))
+            for at, prompt in enumerate(prompts)
+        ]
+        opened = self._opened()
+        writer = self._writing(step, params).again(params, asked)
+        found = [_cut(one, opened.ends) for one in writer.run()]
+        written = time.perf_counter()
+        answers = [
+            Answer(
+                text=opened.tokenizer.decode(one.tokens[:-1] if one.ended else one.tokens),
+                prompt=prompt.messages,
+                record=prompt.record,
+            )
+            for prompt, one in zip(prompts, found, strict=True)
+        ]
+        rewards, failures, said = self._group.from_first(lambda: self._rewarded(answers))
+        return Judged(
+            prompts=prompts,
+            tokens=[one.tokens for one in found],
+            logprobs=[one.logprobs for one in found],
+            ended=[one.ended for one in found],
+            rewards=np.asarray(rewards, np.float64),
+            failures=failures,
+            said=said,
+            seconds=(written - began, time.perf_counter() - written),
+        )
+
+    def _rewarded(self, answers: Sequence[Answer]) -> list[Any]:
+        self.prepare()
+        assert self._workers is not None
+        found = self._workers(answers)
+        return [found.values.tolist(), dict(found.failures), found.said]
+
+    def _request(self, step: Step, prompt: tuple[int, ...], seed: int) -> EngineRequest:
+        temperature = self._config.policy.temperature
+        # Told before any temperature, and with stages not at all.
+        told = temperature == 1 and step.bound.mesh.shape[MeshAxis.STAGE] == 1
+        sampling = SamplingConfig(temperature=temperature, seed=seed, logprobs=0 if told else None)
+        return EngineRequest(
+            prompt=prompt,
+            max_tokens=self._config.rollout.max_tokens,
+            ends=self._opened().ends,
+            sampling=sampling,
+        )
+
+    def _seed(self, *of: Any) -> int:
+        told = repr((self._config.seed, *of)).encode()
+        return int.from_bytes(hashlib.blake2b(told, digest_size=4).digest(), "little") >> 1
+
+    def _writing(self, step: Step, params: Params) -> Any:
+        """What continues prompts, its programs made once."""
+        if self._writer is None or self._writer[0] is not step:
+            from colossax.inference.several import several  # what generates is loaded where it does
+
+            data, rollout = self._config.data, self._config.rollout
+            count = data.global_batch * self._config.objective.documents
+            longest = [self._request(step, (0,) * longest_prompt(self._config), 0)] * count
+            given = step.spec, step.bound, params
+            eos = self._opened().tokenizer.eos
+            writer = several(*given, requests=longest, eos=eos, seats=rollout.seats)
+            self._writer = step, writer
+        return self._writer[1]
+
+    def _rows(self, judged: Judged, wanted: Sequence[int]) -> LocalBatch:
+        """The rows that this process holds, of as many answers each."""
+        rollout, documents = self._config.rollout, self._config.objective.documents
+        groups = np.arange(len(judged.rewards)) // rollout.group
+        advantages = group_advantages(judged.rewards, groups, scaled=rollout.scaled)
+        rows = []
+        for row in wanted:
+            own = range(row * documents, (row + 1) * documents)
+            rows.append(self._row(judged, advantages, own))
+        return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+
+    def _row(self, judged: Judged, advantages: np.ndarray, own: range) -> LocalBatch:
+        documents = []
+        for at in own:
+            tokens = np.asarray([*judged.prompts[at].tokens, *judged.tokens[at]], np.int32)
+            documents.append((tokens, np.arange(len(tokens)) >= len(judged.prompts[at].tokens)))
+        row = filled_row(documents, self._config.data.seq_len)
+        told = row["weights"] > 0
+        each = np.where(told, advantages[own.start :][row["segments"]], 0.0)
+        row[ADVANTAGES] = each.astype(np.float32)
+        row[ENGINE_LOGPS] = np.full(len(told), NOT_SAID, np.float32)
+        if any(judged.logprobs[at] for at in own):
+            said = (judged.logprobs[at] for at in own)
+            row[ENGINE_LOGPS][told] = [*itertools.chain.from_iterable(said)]
+        return row
+
+
+def _cut(one: Any, ends: Sequence[int]) -> Any:
+    """A continuation up to what ends it: with stages only one token ended it when it was made."""
+    at = next((at for at, token in enumerate(one.tokens) if token in ends), None)
+    if at is None:
+        return one
+    return dataclasses.replace(
+        one, tokens=one.tokens[: at + 1], logprobs=one.logprobs[: at + 1], ended=True
+    )
+
+
+def told_of(judged: Judged, group: int) -> dict[str, float]:
+    """What is recorded of the answers of a step.
+
+    Args:
+        judged: The answers, those to one prompt together.
+        group: How many those are.
+    """
+    lengths = np.asarray([len(one) for one in judged.tokens])
+    rewards = judged.rewards.reshape(-1, group)
+    writing, rewarding = judged.seconds
+    return {
+        "reward": float(rewards.mean()),
+        "reward_spread": float(rewards.std()),
+        "groups_alike": float((rewards.std(axis=1) == 0).mean()),
+        "answer_tokens": float(lengths.mean()),
+        "truncated": 1 - float(np.mean(judged.ended)),
+        "not_judged": float(sum(judged.failures.values())),
+        "written_per_s": float(lengths.sum()) / writing,
+        "writing_seconds": writing,
+        "rewarding_seconds": rewarding,
+    }
