@@ -141,8 +141,8 @@ NAMES = {
     ),
     "colossax.step": "Step StepOptions any_order whole_batch",
     "colossax.tasks": (
-        "Callback DataConfig MaskConfig OptimizerConfig RunLength SampleConfig TAKEN Task "
-        "SpanConfig TrainConfig "
+        "Callback DataConfig MaskConfig OptimizerConfig RolloutConfig RunLength SampleConfig TAKEN "
+        "SpanConfig Task TrainConfig "
         "classification_loss contrastive_loss masked_token_loss preference_loss "
         "image_text_loss value_loss distillation_loss distillation_options next_token_loss task_of "
         "initial_adapter initial_model train_config_from_json ObjectiveConfig dpo_loss ipo_loss "

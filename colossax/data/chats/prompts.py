@@ -57,12 +57,12 @@ class Prompts:
             DataError: Fewer than two different ones are so short.
         """
         lengths = np.asarray([len(one.tokens) for one in self.prompts])
-        fit = np.flatnonzero(lengths <= longest)
-        hashes = np.asarray([_hash(self.prompts[at].tokens) for at in fit], np.uint64)
+        short = np.flatnonzero(lengths <= longest)
+        hashes = np.asarray([_hash(self.prompts[at].tokens) for at in short], np.uint64)
         each = np.unique(hashes)
         if len(each) < 2:
             raise DataError(
-                f"data: {len(fit)} of {len(lengths)} prompts have {longest} tokens or fewer, for"
+                f"data: {len(short)} of {len(lengths)} prompts have {longest} tokens or fewer, for"
                 f" which there is room beside an answer, and {len(each)} of them differ; 2 are"
                 f" needed, to learn from and to hold out: give more, or make data.seq_len larger"
                 f" (the shortest prompt has {lengths.min()} tokens)"
@@ -70,7 +70,7 @@ class Prompts:
         held_out = (lowest(hashes, validation_fraction) | (hashes == each[0])) & (
             hashes != each[-1]
         )
-        return fit[~held_out], fit[held_out]
+        return short[~held_out], short[held_out]
 
 
 class PromptOrder:

@@ -217,15 +217,10 @@ def check_rollouts(config: Any) -> None:
     """Refuse answers that cannot be compared, or that rows have no room for.
 
     Raises:
-        InputError: That, or nobody rewards them.
+        InputError: That.
     """
     objective, data, rollout = config.objective, config.data, config.rollout
     name, answers = objective.name, data.global_batch * objective.documents
-    if rollout.rewards is None:
-        raise InputError(
-            f"rollout.rewards: {name} learns from what answers are worth; name a function, as"
-            " --rollout.rewards my_package.rewards:parses"
-        )
     if objective.beta is not None:
         raise InputError(
             f"objective.beta: {name} has none; how near it stays to its reference is"

@@ -4,14 +4,14 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
 from colossax.checkpoint import find_checkpoint
-from colossax.config import user_path
+from colossax.config import to_json, user_path
 from colossax.data import BatchLoader, Chat, Documents, Mixture, RowSource, Tokenizer
 from colossax.data.chats.encoding import Answers, chat_template, encode_answers, template_source
 from colossax.data.chats.forms import Wanted
@@ -19,6 +19,7 @@ from colossax.data.chats.rows import AnswerRows, JudgedRows
 from colossax.data.chats.template import PLAIN
 from colossax.documents import read_small
 from colossax.errors import DataError, InputError
+from colossax.models import CHAT_DOCUMENT, config_to_json
 from colossax.processes.group import Group
 from colossax.step.step import Step
 from colossax.tasks.config import TrainConfig
@@ -298,3 +299,27 @@ def check_same(each: list[Documents], fingerprints: list[str], process_id: int) 
                 f"{documents.origin}: process {process_id} reads other files there than process 0;"
                 f" give all processes the same"
             )
+
+
+def identified(
+    found: Any, identity: Callable[..., dict[str, Any]], more: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What decides the losses of a run on what was opened.
+
+    Args:
+        found: With `fingerprint` and `tokenizer`.
+        identity: Of a run, from `text` and `tokenizer`, their fingerprints.
+        more: What it learns from that, as JSON.
+    """
+    told = identity(text=found.fingerprint, tokenizer=found.tokenizer.fingerprint)
+    return {**told, **more}
+
+
+def kept_documents(config: TrainConfig, found: Any) -> dict[str, Any]:
+    """What each checkpoint of a run on what was opened has, as JSON."""
+    return {
+        "model": config_to_json(config.model),
+        "tokenizer": found.tokenizer.to_json(),
+        CHAT_DOCUMENT: found.chat.to_json(),
+        **({"adapter": to_json(config.adapter)} if config.adapter else {}),
+    }

@@ -9,13 +9,13 @@ import jax
 import numpy as np
 
 from colossax.config import to_json
-from colossax.models import CHAT_DOCUMENT, config_to_json
 from colossax.processes.group import Group
 from colossax.step.step import Step
 from colossax.tasks.config import TrainConfig
 from colossax.tasks.posttraining.answers import telling
 from colossax.tasks.posttraining.asked import Asked, open_prompts
 from colossax.tasks.posttraining.config import check_rollouts
+from colossax.tasks.posttraining.conversations import identified, kept_documents
 from colossax.tasks.posttraining.policy import ADVANTAGES, ENGINE_LOGPS, policy_loss
 from colossax.tasks.posttraining.reference import reference_options
 from colossax.tasks.posttraining.rollouts import ROW_DIMS, Rollouts
@@ -52,11 +52,6 @@ def with_rollouts(
     names = ("objective", "rollout", "policy")
     more = {name: to_json(getattr(config, name)) for name in names}
 
-    def who() -> dict[str, Any]:
-        found = opened()
-        told = identity(text=found.fingerprint, tokenizer=found.tokenizer.fingerprint)
-        return {**told, **more}
-
     return dataclasses.replace(
         task,
         loss=telling(policy_loss(config.policy, documents=config.objective.documents)),
@@ -69,13 +64,8 @@ def with_rollouts(
         evaluators={VALIDATION_REWARD: lambda step, state: _validated(rollouts, step, state)},
         unit=f"loss of {config.objective.name}",
         baselines=dict,
-        identity=who,
-        documents=lambda: {
-            "model": config_to_json(config.model),
-            "tokenizer": opened().tokenizer.to_json(),
-            CHAT_DOCUMENT: opened().chat.to_json(),
-            **({"adapter": to_json(config.adapter)} if config.adapter else {}),
-        },
+        identity=lambda: identified(opened(), identity, more),
+        documents=lambda: kept_documents(config, opened()),
         introduction=lambda: [f"data: {line}" for line in opened().description],
         conclusion=_conclusion,
         complete=None,

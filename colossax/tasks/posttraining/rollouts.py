@@ -14,6 +14,7 @@ from colossax.config import MeshAxis
 from colossax.data.chats.prompts import Prompt
 from colossax.data.chats.rows import filled_row
 from colossax.data.loader import LocalBatch
+from colossax.errors import InputError
 from colossax.processes.group import Group
 from colossax.scheduling import EngineRequest, SamplingConfig
 from colossax.step.step import Step
@@ -123,11 +124,15 @@ class Rollouts(Callback):
         """Begin the processes that reward.
 
         Raises:
-            InputError: There is no such function.
+            InputError: No function is named, or there is none of that name.
         """
+        rollout, name = self._config.rollout, self._config.objective.name
+        if rollout.rewards is None:
+            raise InputError(
+                f"rollout.rewards: {name} learns from what answers are worth; name a function, as"
+                " --rollout.rewards my_package.rewards:parses"
+            )
         if self._workers is None and self._group.first:
-            rollout = self._config.rollout
-            assert rollout.rewards is not None
             self._workers = RewardWorkers(
                 rollout.rewards,
                 workers=rollout.workers,

@@ -9,7 +9,6 @@ import jax
 import numpy as np
 
 from colossax.config import to_json
-from colossax.models import CHAT_DOCUMENT, config_to_json
 from colossax.processes.group import Group
 from colossax.step.loss import Loss
 from colossax.step.step import Step
@@ -20,6 +19,8 @@ from colossax.tasks.posttraining.config import ObjectiveConfig
 from colossax.tasks.posttraining.conversations import (
     Conversations,
     Source,
+    identified,
+    kept_documents,
     open_conversations,
     row_shapes,
 )
@@ -60,11 +61,6 @@ def with_objective(
     objective = config.objective
     more = {"objective": to_json(dataclasses.replace(objective, beta=objective.coefficient))}
 
-    def who() -> dict[str, Any]:
-        found = opened()
-        told = identity(text=found.fingerprint, tokenizer=found.tokenizer.fingerprint)
-        return {**told, **more}
-
     return dataclasses.replace(
         task,
         loss=objective_loss(objective, z_loss=config.z_loss),
@@ -76,13 +72,8 @@ def with_objective(
         flops_formula=_formula(config),
         unit="nats per token" if objective.name == "sft" else f"loss of {objective.name}",
         baselines=dict,
-        identity=who,
-        documents=lambda: {
-            "model": config_to_json(config.model),
-            "tokenizer": opened().tokenizer.to_json(),
-            CHAT_DOCUMENT: opened().chat.to_json(),
-            **({"adapter": to_json(config.adapter)} if config.adapter else {}),
-        },
+        identity=lambda: identified(opened(), identity, more),
+        documents=lambda: kept_documents(config, opened()),
         introduction=lambda: [f"data: {line}" for line in opened().description],
         conclusion=lambda final: _conclusion(final),
         complete=None,

@@ -1,0 +1,76 @@
+"""Sums of two digits: a model that says one in five right, and what it learns from rewards."""
+
+import json
+import random
+
+from colossax.config import Plan, Precision
+from colossax.models import LlamaConfig, maker, params_of_tree, write_checkpoint
+from colossax.optim import adamw
+from colossax.planner import build_step
+from colossax.recipes import recipe
+from colossax.tasks import next_token_loss
+from tests.serve.fake import TOKENIZER
+from tests.tasks.small_text import changed, ran
+
+MODEL = LlamaConfig(
+    vocab=272, embed=64, layers=2, heads=4, kv_heads=2, mlp=128, max_seq=256, init_std=0.05
+)
+TEMPLATE = (
+    "{% for one in messages %}{{ one.content }}"
+    "{% if one.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+)
+RIGHT = 0.2
+"""Share of the answers that the model is taught first that are right."""
+
+
+def right(answers):
+    """1 for each answer that is the sum."""
+    return [float(one.text == one.record["sum"]) for one in answers]
+
+
+def sums():
+    """All that are one digit."""
+    return [(a, b) for a in range(10) for b in range(10) if a + b < 10]
+
+
+def write(folder, seed):
+    """Prompts, answers of which one in five is right, and the template; their paths."""
+    draw = random.Random(seed)
+    prompts = [{"prompt": f"{a}+{b}=", "sum": str(a + b)} for a, b in sums()]
+    said = [
+        {"prompt": one["prompt"], "completion": answer}
+        for one in prompts
+        for _ in range(20)
+        for answer in [one["sum"] if draw.random() < RIGHT else str(draw.randrange(10))]
+    ]
+    for name, records in (("prompts", prompts), ("said", said)):
+        lines = "".join(json.dumps(record) + "\n" for record in records)
+        (folder / f"{name}.jsonl").write_text(lines)
+    (folder / "plain.jinja").write_text(TEMPLATE)
+
+
+def taught(folder, devices, seed=0):
+    """Checkpoint of a model that answers, and is right as often as what it was taught."""
+    write(folder, seed)
+    step = build_step(maker(MODEL), adamw(1e-3), next_token_loss(), Plan(), devices=devices)
+    params = params_of_tree(MODEL, step.init(seed=seed)["params"])
+    write_checkpoint(params, folder / "base", {"tokenizer": TOKENIZER.to_json()})
+    config = recipe("sft").replace(model=MODEL, init=str(folder / "base"), steps=200, seed=seed)
+    config = config.replace(plan=Plan(precision=Precision()), validate_every=0)
+    config = changed(config, "data", path=str(folder / "said.jsonl"), seq_len=64, global_batch=8)
+    config = changed(config, "objective", template=str(folder / "plain.jinja"))
+    config = changed(config, "optimizer", peak_lr=3e-3, warmup=10)
+    ran(config, folder / "taught")
+    return folder / "taught"
+
+
+def asked(folder, steps, seed=0):
+    """The run that learns from rewards."""
+    config = recipe("grpo").replace(model=MODEL, init=str(folder / "taught"), steps=steps)
+    config = config.replace(plan=Plan(precision=Precision()), validate_every=10, seed=seed)
+    path = str(folder / "prompts.jsonl")
+    config = changed(config, "data", path=path, seq_len=64, global_batch=32)
+    config = changed(config, "objective", documents=8)
+    reward = "tests.tasks.posttraining.arithmetic:right"
+    config = changed(config, "rollout", rewards=reward, max_tokens=2, group=16, seats=128)
+    return changed(config, "optimizer", peak_lr=2e-3, warmup=5)

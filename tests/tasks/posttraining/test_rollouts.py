@@ -1,0 +1,258 @@
+"""Answers of the model in training: what is drawn, rewarded and learned; runs of it on any mesh."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from colossax.config import BatchConfig, Plan, Precision
+from colossax.errors import DataError, InputError
+from colossax.inference.several import several
+from colossax.models import LlamaConfig, maker, params_of_tree, write_checkpoint
+from colossax.nn import AdapterConfig
+from colossax.optim import adamw
+from colossax.planner import build_step
+from colossax.planner.task_step import settle_task, task_step
+from colossax.recipes import recipe
+from colossax.run.calling import StepEnd, Tools
+from colossax.scheduling import EngineRequest, SamplingConfig
+from colossax.tasks import group_advantages, next_token_loss, task_of
+from tests.serve.fake import TOKENIZER
+from tests.tasks.posttraining import arithmetic
+from tests.tasks.small_text import changed, ran
+
+MODEL = LlamaConfig(
+    vocab=272, embed=32, layers=2, heads=4, kv_heads=2, mlp=64, max_seq=256, init_std=0.1
+)
+MESHES = [{"fsdp": 2, "tensor": 2, "ring": 2}, {"data": 4, "ulysses": 2}, {"stage": 2, "fsdp": 4}]
+GROUP, ROWS, DOCUMENTS, LONGEST = 4, 8, 2, 6
+
+
+def share(answers):
+    """How much of an answer is small letters."""
+    return [sum(x.islower() for x in one.text) / LONGEST for one in answers]
+
+
+def odd(answers):
+    """Fails for answers that do not begin with a letter; no number for the others."""
+    if any(not one.text[:1].isalpha() for one in answers):
+        raise ValueError("no letter")
+    return share(answers)
+
+
+def nothing(answers):
+    """Not a reward too many, but one too few."""
+    return share(answers)[1:]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory, monkeypatch):
+    monkeypatch.setenv("COLOSSAX_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A checkpoint of a random model with a tokenizer of bytes, prompts, a template of no words."""
+    folder = tmp_path_factory.mktemp("base")
+    step = build_step(
+        maker(MODEL), adamw(1e-3), next_token_loss(), Plan(), devices=jax.devices()[:1]
+    )
+    params = params_of_tree(MODEL, step.init(seed=1)["params"])
+    write_checkpoint(params, folder / "base", {"tokenizer": TOKENIZER.to_json()})
+    (folder / "plain.jinja").write_text(arithmetic.TEMPLATE)
+    lines = [
+        json.dumps({"prompt": f"{word}{n}", "n": n}) for n in range(9) for word in ("a", "bcd")
+    ]
+    (folder / "prompts.jsonl").write_text("\n".join(lines))
+    return folder
+
+
+def config_of(folder, **rollout):
+    """A run of six steps, of sixteen answers each to four prompts."""
+    config = recipe("grpo").replace(model=MODEL, init=str(folder / "base"), steps=6)
+    config = config.replace(validate_every=3, checkpoint_every=3, plan=Plan(precision=Precision()))
+    data = {"path": str(folder / "prompts.jsonl"), "seq_len": 32, "global_batch": ROWS}
+    config = changed(config, "data", **data, validation_fraction=0.2, validation_batches=1)
+    template = str(folder / "plain.jinja")
+    config = changed(config, "objective", documents=DOCUMENTS, template=template)
+    rewards = f"{__name__}:share"
+    given = {"rewards": rewards, "group": GROUP, "max_tokens": LONGEST, "workers": 1, **rollout}
+    config = changed(config, "rollout", **given)
+    return changed(config, "optimizer", peak_lr=1e-2, warmup=1, schedule_steps=6)
+
+
+def drawn(folder):
+    """What was recorded of each step's answers."""
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [line for line in lines if "reward_spread" in line]
+
+
+def begun(config):
+    """Task, step and state on one device; its callback has seen the state."""
+    task, devices = task_of(config), jax.devices()[:1]
+    step = task_step(task, settle_task(task, Plan(), devices), devices)
+    state = step.init(seed=1)
+    (rollouts,) = task.callbacks
+    rollouts.start(step, state)
+    return task, step, state, rollouts
+
+
+def after(step, state, found, done, logged):
+    """A run between two steps."""
+    tools = Tools(evaluate=dict, record=logged.append, note=logged.append, save=lambda *a: None)
+    return StepEnd(
+        done=done, steps=6, step=step, state=state, metrics=found, evaluated={}, tools=tools
+    )
+
+
+@pytest.mark.catches("advantages-of-other-answers")
+@pytest.mark.catches("prompts-are-learned")
+@pytest.mark.catches("answers-of-the-model-before")
+@pytest.mark.catches("engine-says-of-the-token-before")
+def test_a_step_learns_from_what_the_model_says_then(base):
+    """Of each batch every array is made again of its tokens, and the next one by what was learned;
+    the engine's log-probabilities are those of training, and nothing is off its policy."""
+    task, step, state, rollouts = begun(config_of(base))
+    asked = {one.tokens: one for one in rollouts._opened().prompts}
+    said, logged, groups = [], [], []
+    with task.batches(step, 0) as batches:
+        for done in (1, 2):
+            batch = next(batches)
+            given = jax.tree.map(jnp.copy, state["params"])
+            rows = {name: np.asarray(x) for name, x in batch.items()}
+            rewards, advantages, of = [], [], []
+            for row, number in [(r, d) for r in range(ROWS) for d in range(DOCUMENTS)]:
+                own = np.flatnonzero(rows["segments"][row] == number)
+                tokens = [*rows["tokens"][row, own], rows["targets"][row, own[-1]]]
+                told = np.append(False, rows["weights"][row, own] > 0)
+                prompt = tuple(int(t) for t, w in zip(tokens, told, strict=True) if not w)
+                answer = [int(t) for t, w in zip(tokens, told, strict=True) if w]
+                assert prompt in asked, "a prompt and nothing else is not told"
+                assert 1 <= len(answer) <= LONGEST
+                text = TOKENIZER.decode([t for t in answer if t != TOKENIZER.eos])
+                rewards.append(sum(x.islower() for x in text) / LONGEST)
+                found = rows["advantages"][row, own][rows["weights"][row, own] > 0]
+                assert len(set(found.tolist())) == 1
+                advantages.append(found[0])
+                of.append(prompt)
+                said.append((prompt, tuple(answer)))
+            groups.append(of)
+            assert all(of[at : at + GROUP] == [of[at]] * GROUP for at in range(0, 16, GROUP))
+            wanted = group_advantages(np.asarray(rewards), np.arange(16) // GROUP)
+            np.testing.assert_allclose(advantages, wanted, atol=1e-6)
+            assert rows["advantages"][rows["weights"] == 0].any() == False  # noqa: E712
+            state, found = step(state, batch)
+            rollouts(after(step, state, found, done, logged))
+            assert logged[-1]["reward"] == pytest.approx(np.mean(rewards))
+    for numbers in logged:
+        assert numbers["ratio"] == numbers["largest_ratio"] == 1
+        assert 0 < numbers["engine_furthest"] <= 1e-5
+    assert set(groups[0]) & set(groups[1]) == set(), "prompts come in turn"
+    # The second batch is what the model after the first step says.
+    requests = [
+        EngineRequest(
+            prompt=prompt,
+            max_tokens=LONGEST,
+            ends=(TOKENIZER.eos,),
+            sampling=SamplingConfig(temperature=1.0, seed=rollouts._seed(1, at)),
+        )
+        for at, (prompt, _) in enumerate(said[16:])
+    ]
+    anew = several(step.spec, step.bound, given, requests=requests).run()
+    assert [one.tokens for one in anew] == [answer for _, answer in said[16:]]
+
+
+@pytest.mark.slow
+@pytest.mark.catches("resumed-prompts-begin-anew")
+def test_a_run_resumed_on_other_meshes_is_one_that_nobody_touched(base, tmp_path):
+    config = config_of(base).replace(steps=8, checkpoint_every=2)
+    ran(config, tmp_path / "whole")
+    for number, mesh in enumerate([*MESHES, MESHES[0]]):
+        plan = Plan(mesh=mesh, batch=BatchConfig(accumulation=1 + number % 2))
+        ran(config.replace(steps=2 * number + 2, plan=plan), tmp_path / "parts", resume="auto")
+    found = []
+    for name in ("whole", "parts"):
+        steps = drawn(tmp_path / name)
+        assert [one["step"] for one in steps] == [*range(1, 9)]
+        found.append([(one["reward"], one["answer_tokens"], one["entropy"]) for one in steps])
+        assert len({one["reward"] for one in steps}) > 1
+        assert all(one["largest_ratio"] == 1 for one in steps)
+    np.testing.assert_allclose(found[1], found[0], rtol=2e-4, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.catches("reference-of-rollouts-forgotten")
+def test_a_policy_with_an_adapter_stays_near_what_it_was(base, tmp_path):
+    config = config_of(base).replace(adapter=AdapterConfig(rank=2), steps=3)
+    config = changed(config, "policy", divergence=0.1, normaliser="token", clip_high=0.28)
+    ran(config, tmp_path / "run")
+    first, *_, last = drawn(tmp_path / "run")
+    assert first["kl_k3"] == first["kl_k1"] == 0
+    assert last["kl_k3"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.catches("failures-are-not-told")
+def test_answers_that_cannot_be_judged_are_counted_and_end_nothing(base, tmp_path, capsys):
+    config = config_of(base, rewards=f"{__name__}:odd", failed=-1.0).replace(steps=2)
+    ran(config, tmp_path / "run")
+    counts = [one["not_judged"] for one in drawn(tmp_path / "run")]
+    assert len(counts) == 2 and min(counts) > 0
+    assert "answers could not be judged (ValueError: no letter)" in capsys.readouterr().err
+
+
+REFUSED = {
+    "a group of one": ({}, {"group": 1}, "rollout.group: found 1; give"),
+    "no groups": ({}, {"group": 5}, "a step has 16 answers"),
+    "no room": ({}, {"max_tokens": 16}, "an answer has 16 tokens of a row"),
+    "beta": ({"objective": {"beta": 0.1}}, {}, "objective.beta: grpo has none"),
+    "no reference": ({"policy": {"divergence": 0.1}}, {}, "or take policy.divergence 0"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_learned_is_refused_in_one_sentence(what, base):
+    parts, rollout, told = REFUSED[what]
+    with pytest.raises(InputError, match=told):
+        config = config_of(base, **rollout)
+        for part, fields in parts.items():
+            config = changed(config, part, **fields)
+        task_of(config)
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        (None, "rollout.rewards: grpo learns from what answers are worth"),
+        ("share_", "has no attribute 'share_'"),
+        ("nothing", "returns 3 rewards for 4 answers"),
+    ],
+)
+def test_a_function_that_is_none_is_refused(name, told, base):
+    """Before anything is written, or when it is first asked."""
+    config = config_of(base, rewards=name and f"{__name__}:{name}")
+    config = changed(config, "data", global_batch=2)
+    with pytest.raises(InputError, match=told):
+        task, step, _, _ = begun(config)
+        task.identity()
+        with task.batches(step, 0) as batches:
+            next(batches)
+
+
+def test_prompts_without_room_are_left_out_and_none_is_refused(base):
+    config = config_of(base, max_tokens=13)
+    told = task_of(config).introduction()[0]
+    assert told == "data: 8 prompts, 1 held out, 9 left out as they leave no room for an answer"
+    with pytest.raises(DataError, match="the shortest prompt has 2 tokens"):
+        task_of(config_of(base, max_tokens=15)).identity()
+
+
+@pytest.mark.sweep
+def test_sums_are_learned_from_rewards_alone(tmp_path):
+    arithmetic.taught(tmp_path, jax.devices()[:1])
+    ran(arithmetic.asked(tmp_path, steps=150), tmp_path / "grpo")
+    rewards = [one["reward"] for one in drawn(tmp_path / "grpo")]
+    assert np.mean(rewards[:5]) < 0.3
+    assert np.mean(rewards[-20:]) >= 0.9
