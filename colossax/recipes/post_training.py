@@ -56,7 +56,9 @@ def grpo() -> TrainConfig:
     """
     config = _post_training("grpo", peak_lr=1e-6)
     return config.replace(
-        data=DataConfig(seq_len=256, global_batch=32, validation_batches=4),
+        data=DataConfig(
+            seq_len=256, global_batch=32, validation_fraction=0.05, validation_batches=4
+        ),
         objective=ObjectiveConfig(name="grpo", documents=1),
     )
 

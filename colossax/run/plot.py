@@ -21,6 +21,7 @@ def plot_losses(
     title: str,
     unit: str = "",
     baselines: Mapping[str, float] = MappingProxyType({}),
+    only: Sequence[str] = (),
 ) -> None:
     """Draw the training loss and what evaluators gave over steps, to a PNG.
 
@@ -28,8 +29,10 @@ def plot_losses(
         records: Of steps, which have a `loss`, and of evaluations, which have metrics instead.
         path: Of the PNG.
         title: Above it.
-        unit: Of the loss.
+        unit: Of the loss, or of what is drawn instead.
         baselines: Drawn as lines across.
+        only: Metrics that are drawn in place of the loss and all there are; the first is one of
+            each step.
 
     Cost: importing matplotlib, about half a second.
     """
@@ -37,17 +40,20 @@ def plot_losses(
     from matplotlib.figure import Figure
 
     rows = list(records)
+    metrics, name = metrics_of(rows), "training loss"
     train = [(r["step"], r["loss"]) for r in rows if r.get("loss") is not None]
+    if only:
+        name, *others = only
+        train = metrics.get(name, [])
+        metrics = {other: metrics[other] for other in others if other in metrics}
     figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     if train:
-        steps, losses = zip(*train, strict=True)
-        axes.plot(steps, losses, color=_TRAIN, linewidth=0.8, label="training loss")
-        axes.plot(steps, smooth(losses), color=_SMOOTH, linewidth=1.8, label="training, smoothed")
-    for color, (name, points) in zip(
-        itertools.cycle(_EVALUATED), metrics_of(rows).items(), strict=False
-    ):
+        steps, values = zip(*train, strict=True)
+        axes.plot(steps, values, color=_TRAIN, linewidth=0.8, label=name)
+        axes.plot(steps, smooth(values), color=_SMOOTH, linewidth=1.8, label="training, smoothed")
+    for color, (name, points) in zip(itertools.cycle(_EVALUATED), metrics.items(), strict=False):
         _plot_metric(axes, name, points, color)
     for name, value in baselines.items():
         # In the legend: beside the line it would lie over what comes near it.

@@ -87,6 +87,7 @@ def _drawn(run: Prepared, final: Record, screen: Screen) -> dict[str, bool]:
             title=title,
             unit=run.task.unit,
             baselines=run.task.baselines(),
+            only=run.task.drawn,
         )
         drawn[path.name] = True
         path = run.folder.experts_picture

@@ -110,7 +110,9 @@ class Task:
         flops_formula: How they are counted, for people.
         options: Of the step beside its batch's shapes and its disk.
         dims: Names of parameters' dims; see `boost`.
-        unit: Of the loss, for people.
+        unit: Of the loss, or of what is drawn instead, for people.
+        drawn: Metrics of the picture in place of the loss and all there are; the first is one that
+            a callback logs with each step.
         baselines: Numbers to hold metrics against, drawn as lines and part of the final record.
         identity: What decides the losses step by step, as JSON: a run is not resumed as another.
         documents: JSON values stored in each checkpoint beside `run`, `plan` and `position`.
@@ -137,6 +139,7 @@ class Task:
     options: StepOptions = StepOptions()
     dims: GivenDims | None = None
     unit: str = ""
+    drawn: Sequence[str] = ()
     baselines: Callable[[], Mapping[str, float]] = dict
     identity: Callable[[], dict[str, Any]] = dict
     documents: Callable[[], dict[str, Any]] = dict

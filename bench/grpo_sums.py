@@ -1,0 +1,101 @@
+"""Sums of digits learned from rewards alone, by five seeds: rewards of each step, and a picture.
+
+A model of 0.1 M parameters is taught answers of which one in five is right; then it answers, an
+answer is worth 1 where it is right, and it learns from that (`train grpo`). Ends with status 1
+where a seed begins above 30 % right, ends below 90 %, or takes more than five minutes of a
+processor. Seeds that `--out` holds are not run again.
+
+    python bench/grpo_sums.py [--seeds N] [--out FILE] [--plot FILE]
+"""
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import common
+
+sys.path.insert(0, str(common.REPOSITORY))  # the run is a part of the tests
+
+STEPS, BEGINNING, END = 150, 5, 20
+LOW, HIGH, LONGEST_S = 0.3, 0.9, 300.0
+
+
+def main() -> int:
+    """Run what is new, draw all, and return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--out", type=Path, default=common.HERE / "results" / "grpo_sums.json")
+    parser.add_argument("--plot", type=Path, default=common.REPOSITORY / "docs" / "grpo_sums.png")
+    args = parser.parse_args()
+    os.environ.setdefault("PYTHONPATH", str(common.REPOSITORY))  # for those who reward
+    facts = json.loads(args.out.read_text("utf-8")) if args.out.exists() else {"seeds": {}}
+    facts["versions"] = common.versions()
+    for seed in range(args.seeds):
+        if str(seed) not in facts["seeds"]:
+            facts["seeds"][str(seed)] = _run(seed)
+            common.write_json(args.out, facts)
+    return _told(facts["seeds"], args.plot)
+
+
+def _run(seed: int) -> dict[str, Any]:
+    import jax
+
+    from tests.tasks.posttraining import arithmetic
+    from tests.tasks.small_text import ran
+
+    before = time.process_time()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        arithmetic.taught(folder, jax.devices()[:1], seed)
+        began = time.process_time()
+        ran(arithmetic.asked(folder, STEPS, seed), folder / "grpo")
+        lines = (folder / "grpo" / "metrics.jsonl").read_text("utf-8").splitlines()
+    found = [one for one in map(json.loads, lines) if "reward_spread" in one]
+    return {
+        "rewards": [one["reward"] for one in found],
+        "entropy": [one["entropy"] for one in found],
+        "teaching_cpu_s": began - before,
+        "cpu_s": time.process_time() - began,
+    }
+
+
+def _told(seeds: dict[str, Any], plot: Path) -> int:
+    rows, fine = [], True
+    for seed, one in seeds.items():
+        first, last = _mean(one["rewards"][:BEGINNING]), _mean(one["rewards"][-END:])
+        fine &= first <= LOW and last >= HIGH and one["cpu_s"] <= LONGEST_S
+        rows.append((seed, f"{first:.3f}", f"{last:.3f}", f"{one['cpu_s']:.0f}"))
+    head = ("seed", f"right, first {BEGINNING} steps", f"last {END}", "CPU seconds")
+    print(common.table(head, rows))
+    _draw(seeds, plot)
+    return int(not fine)
+
+
+def _draw(seeds: dict[str, Any], plot: Path) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    from colossax.run.plot import smooth
+
+    figure = Figure(figsize=(8, 4), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    for seed, one in seeds.items():
+        axes.plot(range(1, len(one["rewards"]) + 1), smooth(one["rewards"]), label=f"seed {seed}")
+    axes.set(xlabel="step", ylabel="share of answers that are right", ylim=(0, 1))
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    figure.savefig(plot)
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
