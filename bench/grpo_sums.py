@@ -21,7 +21,7 @@ import common
 
 sys.path.insert(0, str(common.REPOSITORY))  # the run is a part of the tests
 
-STEPS, BEGINNING, END = 150, 5, 20
+STEPS, BEGINNING, END = 250, 5, 20
 LOW, HIGH, LONGEST_S = 0.3, 0.9, 300.0
 
 

@@ -5,10 +5,13 @@ missing one can be named; JAX's own rendezvous only times out, and ends the proc
 connections stay open for what must be agreed on between steps (see `StopAgreement`).
 """
 
+import json
 import socket
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
+
+import numpy as np
 
 from colossax.errors import InputError
 from colossax.processes.launch import Launch
@@ -52,6 +55,30 @@ class Group:
         """
         value, problem = _attempt(make) if self.first else (None, None)
         return self._exchange(value, problem)
+
+    def from_first_in_a_run(self, make: Callable[[], Any]) -> Any:
+        """As `from_first`, while a run has the connections: what is told goes over the devices.
+
+        Raises:
+            InputError: `make` raised one, with its message everywhere.
+
+        Cost: two collectives, of a number and of the text.
+        """
+        value, problem = _attempt(make) if self.first else (None, None)
+        if self.processes == 1:
+            if problem is not None:
+                raise problem
+            return value
+        from jax.experimental.multihost_utils import broadcast_one_to_all
+
+        refused = None if problem is None else str(problem)
+        told = json.dumps({"value": value, "refuse": refused}).encode() if self.first else b""
+        size = int(broadcast_one_to_all(np.int32(len(told))))
+        text = np.frombuffer(told, np.uint8) if self.first else np.zeros(size, np.uint8)
+        found = json.loads(np.asarray(broadcast_one_to_all(text), np.uint8).tobytes())
+        if found["refuse"] is not None:
+            raise InputError(found["refuse"])
+        return found["value"]
 
     def together(self, make: Callable[[], Any]) -> Any:
         """What `make()` gives here, once it has succeeded on every process.

@@ -207,7 +207,7 @@ class Rollouts(Callback):
             )
             for prompt, one in zip(prompts, found, strict=True)
         ]
-        rewards, failures, said = self._group.from_first(lambda: self._rewarded(answers))
+        rewards, failures, said = self._group.from_first_in_a_run(lambda: self._rewarded(answers))
         return Judged(
             prompts=prompts,
             tokens=[one.tokens for one in found],

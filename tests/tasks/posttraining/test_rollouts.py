@@ -19,6 +19,7 @@ from colossax.recipes import recipe
 from colossax.run.calling import StepEnd, Tools
 from colossax.scheduling import EngineRequest, SamplingConfig
 from colossax.tasks import group_advantages, next_token_loss, task_of
+from tests.launching import pair, run
 from tests.serve.fake import TOKENIZER
 from tests.tasks.posttraining import arithmetic
 from tests.tasks.small_text import changed, ran
@@ -250,9 +251,44 @@ def test_prompts_without_room_are_left_out_and_none_is_refused(base):
 
 
 @pytest.mark.sweep
+def test_two_processes_are_as_one(base, tmp_path):
+    """Both write, the first rewards; on a mesh whose engines lie in one process each."""
+    small = (
+        "grpo",
+        f"--init={base / 'base'}",
+        f"--objective.template={base / 'plain.jinja'}",
+        f"--rollout.rewards={__name__}:share",
+        f"--rollout.max_tokens={LONGEST}",
+        f"--rollout.group={GROUP}",
+        "--objective.documents=2",
+        "--data.seq_len=32",
+        f"--data.global_batch={ROWS}",
+        "--data.validation_fraction=0.2",
+        "--optimizer.peak_lr=0.01",
+        "--plan.precision.compute=float32",
+        "--plan.mesh=data=2,fsdp=4",
+        "--steps=3",
+    )
+    text, found = base / "prompts.jsonl", []
+    together = pair(
+        "--devices=4", f"--out={tmp_path / 'two'}", text=text, folder=tmp_path, small=small
+    )
+    first, second = (process.finish() for process in together)
+    assert (first.code, second.code) == (0, 0), first.errors + second.errors
+    out = f"--out={tmp_path / 'one'}"
+    alone = run("--devices=8", out, text=text, log=tmp_path / "log", small=small)
+    assert alone.code == 0, alone.errors
+    for name in ("two", "one"):
+        found.append([(one["reward"], one["entropy"]) for one in drawn(tmp_path / name)])
+    assert len(found[0]) == 3
+    np.testing.assert_allclose(found[0], found[1], rtol=1e-5)
+
+
+@pytest.mark.sweep
 def test_sums_are_learned_from_rewards_alone(tmp_path):
-    arithmetic.taught(tmp_path, jax.devices()[:1])
-    ran(arithmetic.asked(tmp_path, steps=150), tmp_path / "grpo")
+    """One of the five seeds of bench/grpo_sums.py, all of which learn them."""
+    arithmetic.taught(tmp_path, jax.devices()[:1], seed=4)
+    ran(arithmetic.asked(tmp_path, steps=150, seed=4), tmp_path / "grpo")
     rewards = [one["reward"] for one in drawn(tmp_path / "grpo")]
     assert np.mean(rewards[:5]) < 0.3
     assert np.mean(rewards[-20:]) >= 0.9
