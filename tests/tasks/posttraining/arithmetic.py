@@ -1,7 +1,14 @@
-"""Sums of two digits: a model that says one in five right, and what it learns from rewards."""
+"""Sums of two digits: a model that says one in five right, and what it learns from rewards.
+
+python -m tests.tasks.posttraining.arithmetic FOLDER STEPS SEED
+"""
 
 import json
 import random
+import sys
+from pathlib import Path
+
+import jax
 
 from colossax.config import Plan, Precision
 from colossax.models import LlamaConfig, maker, params_of_tree, write_checkpoint
@@ -74,3 +81,17 @@ def asked(folder, steps, seed=0):
     reward = "tests.tasks.posttraining.arithmetic:right"
     config = changed(config, "rollout", rewards=reward, max_tokens=2, group=16, seats=128)
     return changed(config, "optimizer", peak_lr=2e-3, warmup=5)
+
+
+def learned(folder, steps, seed):
+    """What was recorded of each step's answers, where a model was taught."""
+    ran(asked(folder, steps, seed), folder / "grpo")
+    lines = (folder / "grpo" / "metrics.jsonl").read_text("utf-8").splitlines()
+    return [one for one in map(json.loads, lines) if "reward_spread" in one]
+
+
+if __name__ == "__main__":
+    given, numbers = Path(sys.argv[1]), [int(word) for word in sys.argv[2:]]
+    taught(given, jax.devices()[:1], numbers[1])
+    found = learned(given, *numbers)
+    print(json.dumps([one["reward"] for one in found]))

@@ -1,6 +1,9 @@
 """Answers of the model in training: what is drawn, rewarded and learned; runs of it on any mesh."""
 
 import json
+import os
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +22,7 @@ from colossax.recipes import recipe
 from colossax.run.calling import StepEnd, Tools
 from colossax.scheduling import EngineRequest, SamplingConfig
 from colossax.tasks import group_advantages, next_token_loss, task_of
-from tests.launching import pair, run
+from tests.launching import ROOT, pair, run
 from tests.serve.fake import TOKENIZER
 from tests.tasks.posttraining import arithmetic
 from tests.tasks.small_text import changed, ran
@@ -287,8 +290,12 @@ def test_two_processes_are_as_one(base, tmp_path):
 @pytest.mark.sweep
 def test_sums_are_learned_from_rewards_alone(tmp_path):
     """One of the five seeds of bench/grpo_sums.py, all of which learn them."""
-    arithmetic.taught(tmp_path, jax.devices()[:1], seed=4)
-    ran(arithmetic.asked(tmp_path, steps=150, seed=4), tmp_path / "grpo")
-    rewards = [one["reward"] for one in drawn(tmp_path / "grpo")]
+    words = (sys.executable, "-m", arithmetic.__name__, str(tmp_path), "150", "4")
+    environment = {**os.environ, "XLA_FLAGS": "", "PYTHONPATH": str(ROOT)}  # one device
+    told = subprocess.run(
+        words, cwd=ROOT, env=environment, capture_output=True, text=True, check=True
+    )
+    rewards = json.loads(told.stdout.splitlines()[-1])
+    assert len(rewards) == 150
     assert np.mean(rewards[:5]) < 0.3
     assert np.mean(rewards[-20:]) >= 0.9
