@@ -145,9 +145,7 @@ class _Together:
         beside: int,
     ):
         self._spec, self._bound, self._programs, self._beside = spec, bound, programs, beside
-        self._requests, self._params, self._adapters = requests, [params], adapters
-        if len(programs) > 1:
-            self._params = [params_on(spec, one.bound, params) for one in programs]
+        self._requests, self._params, self._adapters = requests, params, adapters
         self._has_room = False
 
     @property
@@ -160,10 +158,10 @@ class _Together:
 
     @property
     def arguments(self) -> tuple[Any, ...]:
-        return self._programs[0].arguments("mixed", self._params[0])
+        return self._programs[0].arguments("mixed", self._given(self._programs[0]))
 
     def lowered(self) -> Any:
-        return self._programs[0].lowered("mixed", self._params[0])
+        return self._programs[0].lowered("mixed", self._given(self._programs[0]))
 
     def with_params(self, params: Params) -> "_Together":
         return self.again(params, self._requests)
@@ -180,17 +178,24 @@ class _Together:
         engines = [
             Engine.of(
                 program,
-                params,
+                self._given(program),
                 deterministic=program.sizes.decode == program.sizes.mixed,
                 # All are there from the start, and processes that share the devices must agree.
                 clock=lambda: 0.0,
                 adapters=self._adapters,
             )
-            for program, params in zip(self._programs, self._params, strict=True)
+            for program in self._programs
         ]
         one = engines[0] if len(engines) == 1 else Replicas(self.bound, engines)
         told = one.generate_all(self._requests)
         return [_generation(*one) for one in enumerate(zip(self._requests, told, strict=True), 1)]
+
+    def _given(self, program: EngineProgram) -> Params:
+        """Parameters as an engine has them, made when they are needed: training gives those that
+        are kept here up, and others would stay."""
+        if len(self._programs) == 1:
+            return self._params
+        return params_on(self._spec, program.bound, self._params)
 
     def _settle(self) -> None:
         if not self._has_room:
@@ -198,7 +203,7 @@ class _Together:
 
     def _with_room(self) -> list[EngineProgram]:
         """Programs of which the devices hold the pages: as many in each."""
-        first = with_room(self._programs[0], self._params[0], beside=self._beside)
+        first = with_room(self._programs[0], self._given(self._programs[0]), beside=self._beside)
         others = [
             EngineProgram(self._spec, one.bound, first.sizes, one.drafter)
             for one in self._programs[1:]

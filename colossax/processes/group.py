@@ -26,6 +26,10 @@ _ANSWER_SLACK_S = 15.0
 _RETRY_S = 0.1
 
 
+_LEAST_TOLD = 1 << 12
+"""Bytes of a message over the devices."""
+
+
 class Group:
     """The processes of a run, joined through process 0; a run of one has no connections.
 
@@ -74,8 +78,11 @@ class Group:
         refused = None if problem is None else str(problem)
         told = json.dumps({"value": value, "refuse": refused}).encode() if self.first else b""
         size = int(broadcast_one_to_all(np.int32(len(told))))
-        text = np.frombuffer(told, np.uint8) if self.first else np.zeros(size, np.uint8)
-        found = json.loads(np.asarray(broadcast_one_to_all(text), np.uint8).tobytes())
+        # Of few lengths, as each is a program.
+        text = np.zeros(max(_LEAST_TOLD, 1 << (size - 1).bit_length()), np.uint8)
+        text[: len(told)] = np.frombuffer(told, np.uint8)
+        text = np.asarray(broadcast_one_to_all(text), np.uint8)
+        found = json.loads(text[:size].tobytes())
         if found["refuse"] is not None:
             raise InputError(found["refuse"])
         return found["value"]

@@ -130,11 +130,15 @@ def _finished_before(run: Prepared, around: Around, start: int, screen: Screen) 
     advice = "ask for more with --steps" if ended is None else f"leave {ended['by']} out to go on"
     screen.note(f"{run.folder.path} is finished ({why}); nothing is changed; {advice}")
     loop = _loop(run, around, Gate(start), screen)
+    evaluated = None
     for record in read_records(run.folder.metrics):
         if "loss" in record:
             loop.last = record
         else:
-            loop.evaluated = {name: x for name, x in record.items() if name != "step"}
+            # A step's evaluation and what callbacks log of it are records of their own.
+            known = loop.evaluated if record["step"] == evaluated else {}
+            evaluated = record["step"]
+            loop.evaluated = {**known, **{n: x for n, x in record.items() if n != "step"}}
     final = _final(run, around, loop, done=start, checkpoint=start, stopped_by=None)
     return Outcome(final=final, stopped_by=None)
 

@@ -86,6 +86,7 @@ def test_bytes_and_collectives_follow_compiled_programs(
             assert formula[kind] == pytest.approx(size, rel=0.02), kind
 
 
+@pytest.mark.catches("attending-is-forgotten")
 @pytest.mark.catches("slopes-are-forgotten")
 @pytest.mark.parametrize(
     ("sizes", "seq_len", "compute", "rows"),

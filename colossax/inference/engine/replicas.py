@@ -3,6 +3,7 @@
 import functools
 import itertools
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 
@@ -45,7 +46,8 @@ class Replicas:
         self._places: dict[int, tuple[int, int]] = {}
         self._names: list[dict[int, int]] = [{} for _ in self.engines]
         for at, engine in enumerate(self.engines):
-            engine.began = functools.partial(self._begun, at)
+            # Weakly: engines and their caches end with whoever asks them, at once.
+            engine.began = functools.partial(_begun, weakref.ref(self), at)
 
     @property
     def sizes(self) -> Sizes:
@@ -115,9 +117,6 @@ class Replicas:
         """As of `Engine`."""
         return to_their_ends(self, requests)
 
-    def _begun(self, at: int, numbers: list[int]) -> None:
-        self.began([self._names[at][own] for own in numbers])
-
     def _named(self, at: int, one: Emitted) -> Emitted:
         """By the number that all share."""
         names = self._names[at]
@@ -125,3 +124,10 @@ class Replicas:
         if one.ended is not None:
             del names[one.request], self._places[number]
         return one._replace(request=number)
+
+
+def _begun(whose: weakref.ref[Replicas], at: int, numbers: list[int]) -> None:
+    """Tell which requests have begun, by the numbers that all share."""
+    replicas = whose()
+    if replicas is not None:
+        replicas.began([replicas._names[at][own] for own in numbers])

@@ -103,7 +103,7 @@ def sizes_for(
         engines: That share them.
         seats: Of each at most.
     """
-    seats = _power(min(-(-len(requests) // engines), seats))
+    seats = min(_power(-(-len(requests) // engines)), 1 << (seats.bit_length() - 1))
     lengths = [len(one.prompt) + one.max_tokens for one in requests]
     slots = min(longest, -(-max(lengths) // SLOTS) * SLOTS)
     of_each = -(-slots // PAGE_TOKENS)

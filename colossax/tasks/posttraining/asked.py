@@ -8,6 +8,8 @@ import numpy as np
 from colossax.data import Chat, Mixture, RowSource, Tokenizer
 from colossax.data.chats.encoding import chat_template, template_source
 from colossax.data.chats.prompts import Prompt, PromptOrder, Prompts, read_prompts
+from colossax.data.chats.template import ChatTemplate
+from colossax.errors import InputError
 from colossax.processes.group import Group
 from colossax.tasks.config import TrainConfig
 from colossax.tasks.initial import initial_tokenizer
@@ -27,7 +29,8 @@ class Asked:
         chat: How messages become text.
         prompts: Of all sources.
         order: Numbers of prompts, as they are asked one after another.
-        held_out: Numbers of those held out, in a drawn order.
+        held_out: Numbers of those held out, each source's in a drawn order; of as many as are taken
+            from the beginning each source has its share.
         fingerprint: Hash of what is asked.
         description: For people, a line for each source.
     """
@@ -73,13 +76,7 @@ def open_prompts(config: TrainConfig, group: Group) -> Asked:
     group.together(lambda: check_same(each, fingerprints, group.process_id))
 
     def read() -> list[Prompts]:
-        assert chat.template is not None
-        template = chat_template(
-            chat.template,
-            tokenizer,
-            bos=chat.bos,
-            instead="give another with --objective.template FILE",
-        )
+        template = _template(chat, tokenizer)
         return [read_prompts(documents, template) for documents in each]
 
     found = group.together(read)
@@ -91,25 +88,48 @@ def open_prompts(config: TrainConfig, group: Group) -> Asked:
 def _asked(
     config: TrainConfig, tokenizer: Tokenizer, chat: Chat, found: dict[str, Prompts]
 ) -> Asked:
-    orders, held_out, told, first = [], list[int](), list[str](), 0
+    orders, held_out, told, first = [], list[tuple[float, int]](), list[str](), 0
     weights = [*config.data.sources.values()]
     hashed = hashlib.blake2b(template_source(chat.template or "", chat.bos, "").encode())
     for (name, each), weight in zip(found.items(), weights, strict=True):
         training, own = each.split(config.data.validation_fraction, longest=longest_prompt(config))
         orders.append(PromptOrder(training, seed=config.seed, first=first))
         drawn = PromptOrder(own, seed=_VALIDATION_SEED, first=first)
-        held_out += [int(drawn[row]["prompt"][0]) for row in range(len(own))]
+        numbers = (int(drawn[row]["prompt"][0]) for row in range(len(own)))
+        held_out += [((row + 0.5) / weight, number) for row, number in enumerate(numbers)]
         told.append(_described(name if len(found) > 1 else "", weight, each, training, own))
         first += len(each.prompts)
         hashed.update(each.fingerprint.encode())
     return Asked(
         tokenizer=tokenizer,
-        chat=chat,
+        chat=dataclasses.replace(chat, ends=_ends(chat, tokenizer, found)),
         prompts=tuple(prompt for each in found.values() for prompt in each.prompts),
         order=orders[0] if len(orders) == 1 else Mixture(orders, weights, seed=config.seed),
-        held_out=tuple(held_out),
+        held_out=tuple(number for _, number in sorted(held_out)),
         fingerprint=hashed.hexdigest()[:32],
         description=tuple(told),
+    )
+
+
+def _ends(chat: Chat, tokenizer: Tokenizer, found: dict[str, Prompts]) -> tuple[int, ...]:
+    """With the special token by which the template ends an answer, where it does."""
+    messages = next(iter(found.values())).prompts[0].messages
+    try:
+        answered = [*messages, {"role": "assistant", "content": "."}]
+        tokens, _ = _template(chat, tokenizer).told(answered, len(messages))
+    except InputError:  # it writes no answers
+        return chat.ends
+    special = {*tokenizer.specials.values()} - {tokenizer.eos}
+    return tuple(sorted({*chat.ends, *({tokens[-1]} & special)}))
+
+
+def _template(chat: Chat, tokenizer: Tokenizer) -> ChatTemplate:
+    assert chat.template is not None
+    return chat_template(
+        chat.template,
+        tokenizer,
+        bos=chat.bos,
+        instead="give another with --objective.template FILE",
     )
 
 

@@ -179,6 +179,14 @@ def check_objective(config: Any) -> None:
             reference is missing, or more is to be learned.
     """
     objective, data = config.objective, config.data
+    given = {"rollout": config.rollout, "policy": config.policy}
+    for name, of in given.items():
+        if not objective.on_rollouts and of != type(of)():
+            changed = next(k for k, v in vars(of).items() if v != getattr(type(of)(), k))
+            raise InputError(
+                f"{name}.{changed}: is of answers that the model gives in the run, as grpo learns"
+                " from; leave it out, or train grpo"
+            )
     if not objective:
         return
     decoder = config.model.decoder()

@@ -25,6 +25,9 @@ from colossax.typing import TEXT_BATCH_DIMS, TrainState
 VALIDATION_REWARD, VALIDATION_TOKENS = "validation_reward", "validation_answer_tokens"
 """Means over answers to held-out prompts."""
 
+VALIDATION_FAILURES = "validation_not_judged"
+"""Of those, how many could not be judged."""
+
 
 def with_rollouts(
     task: Task, config: TrainConfig, group: Group, identity: Callable[..., dict[str, Any]]
@@ -45,12 +48,14 @@ def with_rollouts(
     @functools.cache
     def opened() -> Asked:
         found = open_prompts(config, group)
-        group.together(rollouts.prepare)
+        group.together(rollouts.check)
         return found
 
     rollouts = Rollouts(config, opened, group)
-    names = ("objective", "rollout", "policy")
-    more = {name: to_json(getattr(config, name)) for name in names}
+    # Where and by how many answers are written and judged changes none of them.
+    drawn = ("rewards", "group", "max_tokens", "scaled", "failed")
+    more = {name: to_json(getattr(config, name)) for name in ("objective", "policy")}
+    more["rollout"] = {name: getattr(config.rollout, name) for name in drawn}
 
     return dataclasses.replace(
         task,
@@ -58,7 +63,7 @@ def with_rollouts(
         options=dataclasses.replace(task.options, **_options(config)),
         shapes=_shapes(config),
         flops=task.flops + _reference_flops(config),
-        flops_formula=f"{task.flops_formula}; what writes the answers is not counted",
+        flops_formula=_formula(task, config),
         batches=rollouts.batches,
         callbacks=(rollouts,),
         evaluators={VALIDATION_REWARD: lambda step, state: _validated(rollouts, step, state)},
@@ -92,6 +97,11 @@ def _shapes(config: TrainConfig) -> dict[str, jax.ShapeDtypeStruct]:
     }
 
 
+def _formula(task: Task, config: TrainConfig) -> str:
+    beside = ", and 2 per matmul weight for the reference" if config.policy.divergence else ""
+    return f"{task.flops_formula}{beside}; what writes the answers is not counted, their time is"
+
+
 def _reference_flops(config: TrainConfig) -> int:
     """Of a step: the forward pass of the reference, where there is one."""
     tokens = config.data.global_batch * config.data.seq_len
@@ -105,6 +115,7 @@ def _validated(rollouts: Rollouts, step: Step, state: TrainState) -> dict[str, f
     return {
         VALIDATION_REWARD: float(judged.rewards.mean()),
         VALIDATION_TOKENS: float(np.mean(lengths)),
+        VALIDATION_FAILURES: float(sum(judged.failures.values())),
     }
 
 

@@ -1,13 +1,16 @@
 """Answers that the model in training gives to prompts, their rewards, and rows of both."""
 
+import collections
 import contextlib
 import dataclasses
 import hashlib
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from colossax.config import MeshAxis
@@ -99,10 +102,13 @@ class Rollouts(Callback):
         self._writer: tuple[Step, Any] | None = None
         self._params: Params | None = None
         self._made: tuple[int, Judged] | None = None
+        self._beside = 0
 
     def start(self, step: Step, state: TrainState) -> None:
         """The parameters that the first answers are given by."""
         self._params, self._made = state["params"], None
+        rest = {name: x for name, x in state.items() if name != "params"}
+        self._beside = device_bytes(rest)
 
     def __call__(self, now: Any) -> None:
         """Take the parameters after a step, and tell of the answers that it learned from."""
@@ -120,32 +126,30 @@ class Rollouts(Callback):
                     f" judged ({judged.said})"
                 )
 
-    def prepare(self) -> None:
-        """Begin the processes that reward.
+    def check(self) -> None:
+        """Refuse a function that is none.
 
         Raises:
             InputError: No function is named, or there is none of that name.
         """
-        rollout, name = self._config.rollout, self._config.objective.name
-        if rollout.rewards is None:
+        if self._config.rollout.rewards is None:
             raise InputError(
-                f"rollout.rewards: {name} learns from what answers are worth; name a function, as"
-                " --rollout.rewards my_package.rewards:parses"
+                f"rollout.rewards: {self._config.objective.name} learns from what answers are"
+                " worth; name a function, as --rollout.rewards my_package.rewards:parses"
             )
-        if self._workers is None and self._group.first:
-            self._workers = RewardWorkers(
-                rollout.rewards,
-                workers=rollout.workers,
-                seconds=rollout.seconds,
-                memory_gb=rollout.memory_gb,
-                failed=rollout.failed,
-            )
+        if self._group.first:
+            self._begun(workers=1).close()
 
-    def close(self) -> None:
-        """End them."""
-        if self._workers is not None:
-            self._workers.close()
-            self._workers = None
+    def _begun(self, workers: int) -> RewardWorkers:
+        rollout = self._config.rollout
+        assert rollout.rewards is not None, "checked when the prompts were opened"
+        return RewardWorkers(
+            rollout.rewards,
+            workers=workers,
+            seconds=rollout.seconds,
+            memory_gb=rollout.memory_gb,
+            failed=rollout.failed,
+        )
 
     @contextlib.contextmanager
     def batches(self, step: Step, start: int) -> Iterator[Iterator[Batch]]:
@@ -159,10 +163,14 @@ class Rollouts(Callback):
                 rows = self._rows(judged, place.wanted)
                 yield place(rows)
 
-        try:
+        if not self._group.first:
             yield made()
-        finally:
-            self.close()
+            return
+        with self._begun(self._config.rollout.workers) as self._workers:
+            try:
+                yield made()
+            finally:
+                self._workers = None
 
     def validated(self, step: Step, state: TrainState) -> Judged:
         """One answer to each held-out prompt, as many as `validation_batches` have."""
@@ -220,9 +228,11 @@ class Rollouts(Callback):
         )
 
     def _rewarded(self, answers: Sequence[Answer]) -> list[Any]:
-        self.prepare()
-        assert self._workers is not None
-        found = self._workers(answers)
+        if self._workers is not None:
+            found = self._workers(answers)
+        else:  # a state is evaluated outside of a run
+            with self._begun(self._config.rollout.workers) as workers:
+                found = workers(answers)
         return [found.values.tolist(), dict(found.failures), found.said]
 
     def _request(self, step: Step, prompt: tuple[int, ...], seed: int) -> EngineRequest:
@@ -251,7 +261,8 @@ class Rollouts(Callback):
             longest = [self._request(step, (0,) * longest_prompt(self._config), 0)] * count
             given = step.spec, step.bound, params
             eos = self._opened().tokenizer.eos
-            writer = several(*given, requests=longest, eos=eos, seats=rollout.seats)
+            how = {"seats": rollout.seats, "beside": self._beside}
+            writer = several(*given, requests=longest, eos=eos, **how)
             self._writer = step, writer
         return self._writer[1]
 
@@ -292,6 +303,16 @@ def _cut(one: Any, ends: Sequence[int]) -> Any:
     )
 
 
+def device_bytes(tree: Any) -> int:
+    """Of the device that has most of these arrays; those in host memory are on none."""
+    held: collections.Counter[Any] = collections.Counter()
+    for x in jax.tree.leaves(tree):
+        if isinstance(x, jax.Array) and x.sharding.memory_kind != "pinned_host":
+            size = math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+            held.update(dict.fromkeys(x.sharding.device_set, size))
+    return max(held.values(), default=0)
+
+
 def told_of(judged: Judged, group: int) -> dict[str, float]:
     """What is recorded of the answers of a step.
 
@@ -305,7 +326,7 @@ def told_of(judged: Judged, group: int) -> dict[str, float]:
     return {
         "reward": float(rewards.mean()),
         "reward_spread": float(rewards.std()),
-        "groups_alike": float((rewards.std(axis=1) == 0).mean()),
+        "groups_alike": float((rewards.min(axis=1) == rewards.max(axis=1)).mean()),
         "answer_tokens": float(lengths.mean()),
         "truncated": 1 - float(np.mean(judged.ended)),
         "not_judged": float(sum(judged.failures.values())),

@@ -60,6 +60,8 @@ def test_prompts_are_what_a_server_makes_of_the_messages(tmp_path):
     assert other.fingerprint != found.fingerprint
 
 
+@pytest.mark.catches("prompts-in-one-order")
+@pytest.mark.catches("copies-of-prompts-apart")
 def test_copies_stay_together_and_each_epoch_asks_all(tmp_path):
     found = written(tmp_path, [{"prompt": f"{n % 20}?"} for n in range(60)])
     training, held_out = found.split(0.25, longest=100)
@@ -76,6 +78,7 @@ def test_copies_stay_together_and_each_epoch_asks_all(tmp_path):
     assert epochs[0] != epochs[1]
 
 
+@pytest.mark.catches("prompts-of-the-first-source")
 def test_a_mixture_asks_by_weights():
     numbers = np.arange(10)
     orders = [PromptOrder(numbers, seed=0, first=first) for first in (0, 100)]

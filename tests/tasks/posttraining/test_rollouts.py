@@ -23,7 +23,7 @@ from colossax.run.calling import StepEnd, Tools
 from colossax.scheduling import EngineRequest, SamplingConfig
 from colossax.tasks import group_advantages, next_token_loss, task_of
 from tests.launching import ROOT, pair, run
-from tests.serve.fake import TOKENIZER
+from tests.serve.fake import CHATML, TOKENIZER
 from tests.tasks.posttraining import arithmetic
 from tests.tasks.small_text import changed, ran
 
@@ -211,6 +211,11 @@ REFUSED = {
     "a group of one": ({}, {"group": 1}, "rollout.group: found 1; give"),
     "no groups": ({}, {"group": 5}, "a step has 16 answers"),
     "no room": ({}, {"max_tokens": 16}, "an answer has 16 tokens of a row"),
+    "no rollouts": (
+        {"objective": {"name": "sft"}},
+        {},
+        "rollout.rewards: is of answers that the model gives in the run",
+    ),
     "beta": ({"objective": {"beta": 0.1}}, {}, "objective.beta: grpo has none"),
     "no reference": ({"policy": {"divergence": 0.1}}, {}, "or take policy.divergence 0"),
 }
@@ -253,9 +258,46 @@ def test_prompts_without_room_are_left_out_and_none_is_refused(base):
         task_of(config_of(base, max_tokens=15)).identity()
 
 
+@pytest.mark.catches("a-template-ends-no-answer")
+def test_answers_end_as_the_template_ends_them(base):
+    (base / "chatml.jinja").write_text(CHATML)
+    config = changed(config_of(base), "objective", template=str(base / "chatml.jinja"))
+    config = changed(config, "data", seq_len=160)
+    (rollouts,) = task_of(config).callbacks
+    end = TOKENIZER.specials["<|im_end|>"]
+    assert rollouts._opened().ends == tuple(sorted((TOKENIZER.eos, end)))
+
+
+@pytest.mark.catches("held-out-of-one-source")
+def test_each_source_has_its_share_of_what_is_held_out(base, tmp_path):
+    """However few answers are asked for of it."""
+    paths = {}
+    for name, weight in (("a", 0.75), ("b", 0.25)):
+        lines = [json.dumps({"prompt": f"{name}{n:03}"}) for n in range(60)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+        paths[str(tmp_path / f"{name}.jsonl")] = weight
+    config = changed(config_of(base), "data", path=None, mixture=paths, validation_fraction=0.4)
+    (rollouts,) = task_of(config).callbacks
+    found = rollouts._opened()
+    names = [found.prompts[at].messages[0]["content"][0] for at in found.held_out[:16]]
+    assert names.count("b") == 4
+
+
+@pytest.mark.slow
+@pytest.mark.catches("seats-of-a-run-are-fixed")
+def test_a_run_goes_on_with_other_seats_and_is_told_its_reward_once_more(base, tmp_path):
+    config = config_of(base).replace(steps=1, validate_every=0)
+    before = ran(config, tmp_path / "run")
+    other = changed(config, "rollout", seats=2, seconds=3.0)
+    after = ran(other, tmp_path / "run", resume=True)
+    assert after["validation_reward"] == before["validation_reward"]
+    with pytest.raises(InputError, match="rollout"):
+        ran(changed(config, "rollout", group=2), tmp_path / "run", resume=True)
+
+
 @pytest.mark.sweep
 def test_two_processes_are_as_one(base, tmp_path):
-    """Both write, the first rewards; on a mesh whose engines lie in one process each."""
+    """Both write, by one engine over all devices; the first rewards."""
     small = (
         "grpo",
         f"--init={base / 'base'}",

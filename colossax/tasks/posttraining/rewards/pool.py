@@ -1,6 +1,7 @@
 """Workers that give rewards, watched: each has so long and so much memory, and is begun anew."""
 
 import collections
+import concurrent.futures
 import contextlib
 import dataclasses
 import json
@@ -24,6 +25,8 @@ from colossax.tasks.posttraining.rewards.answer import Answer
 
 _TOGETHER = 16
 """Answers of one call at most."""
+
+_STARTER = concurrent.futures.ThreadPoolExecutor(1, "colossax-rewards")
 
 _START_S = 60.0
 """A module may take so long to be imported."""
@@ -187,13 +190,18 @@ class _Worker:
     def _begin(self) -> None:
         # -P: the working folder comes last, so that no file in it stands for a module of Python's.
         words = ("-P", "-m", "colossax.tasks.posttraining.rewards.worker", self._name)
-        self._process = subprocess.Popen(
-            (sys.executable, *words, str(self._memory_bytes)),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            bufsize=0,
-            start_new_session=True,  # what the function begins ends with its process
-        )
+
+        def begin() -> subprocess.Popen[bytes]:
+            return subprocess.Popen(
+                (sys.executable, *words, str(self._memory_bytes)),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                bufsize=0,
+                start_new_session=True,  # what the function begins ends with its process
+            )
+
+        # By a thread that lives on: it counts as the parent, with which the process ends.
+        self._process = _STARTER.submit(begin).result()
         self._read, self._ready = b"", False
 
     def wait_until_ready(self) -> None:

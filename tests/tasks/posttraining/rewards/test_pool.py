@@ -50,6 +50,19 @@ def test_what_fails_is_counted_and_costs_its_neighbours_nothing():
         assert pool(answers("eeeee")).values.tolist() == [5.0]
 
 
+@pytest.mark.catches("begun-by-a-thread-that-ends")
+def test_a_process_that_is_begun_again_lives_on(tmp_path):
+    """Beyond the call in which it was begun."""
+    with workers("some_fail", workers=1, seconds=1.0) as pool:
+        assert pool(answers("sleep")).failures == {"time": 1}
+        (worker,) = pool._workers
+        process = worker._process
+        for _ in range(2):
+            time.sleep(0.2)  # the call's own threads have ended
+            assert pool(answers("a", "bb")).values.tolist() == [1.0, 2.0]
+            assert worker._process is process and process.poll() is None
+
+
 @pytest.mark.catches("what-it-begins-goes-on")
 def test_what_a_function_begins_ends_with_it(tmp_path):
     with workers("begins", workers=1, seconds=1.0) as pool:
