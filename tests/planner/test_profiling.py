@@ -109,7 +109,6 @@ def test_an_adapter_beside_a_frozen_base_leaves_attention_what_it_takes(base):
 
 
 @pytest.mark.catches("scores-are-forgotten")
-@pytest.mark.catches("kernels-make-scores")
 def test_attention_outside_of_kernels_makes_scores_of_a_tile():
     config = recipe("llama3_8b")
     heads, tile = config.model.heads, 512

@@ -54,7 +54,7 @@ def test_what_fails_is_counted_and_costs_its_neighbours_nothing():
 def test_a_process_that_is_begun_again_lives_on(tmp_path):
     """Beyond the call in which it was begun."""
     with workers("some_fail", workers=1, seconds=1.0) as pool:
-        assert pool(answers("sleep")).failures == {"time": 1}
+        assert pool(answers("sleep", "a")).failures == {"time": 1}
         (worker,) = pool._workers
         process = worker._process
         for _ in range(2):
