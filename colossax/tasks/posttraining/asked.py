@@ -6,16 +6,14 @@ import hashlib
 import numpy as np
 
 from colossax.data import Chat, Mixture, RowSource, Tokenizer
-from colossax.data.chats.encoding import chat_template, template_source
+from colossax.data.chats.encoding import template_source
 from colossax.data.chats.prompts import Prompt, PromptOrder, Prompts, read_prompts
-from colossax.data.chats.template import ChatTemplate
 from colossax.errors import InputError
 from colossax.processes.group import Group
 from colossax.tasks.config import TrainConfig
-from colossax.tasks.initial import initial_tokenizer
 from colossax.tasks.posttraining.config import longest_prompt
-from colossax.tasks.posttraining.conversations import chat_of, check_given, check_same
-from colossax.tasks.text import documents_of, names_of, tokenizer_of
+from colossax.tasks.posttraining.conversations import opened_files, template_of
+from colossax.tasks.text import names_of
 
 _VALIDATION_SEED = 0
 
@@ -61,22 +59,10 @@ def open_prompts(config: TrainConfig, group: Group) -> Asked:
         InputError: Files, tokenizer or template cannot be read, or do not fit, or none are given;
             or the processes read different files.
     """
-    data = config.data
-    check_given(config)
-    each = group.together(lambda: [documents_of(data, path) for path in data.sources])
-    first = group.from_first(
-        lambda: [
-            [documents.fingerprint for documents in each],
-            tokenizer_of(data, each[0], config.model, initial_tokenizer(config)),
-            chat_of(config).to_json(),
-        ]
-    )
-    fingerprints, tokenizer_json, chat_json = first
-    tokenizer, chat = Tokenizer.from_json(tokenizer_json), Chat.from_json(chat_json)
-    group.together(lambda: check_same(each, fingerprints, group.process_id))
+    each, tokenizer, chat = opened_files(config, group)
 
     def read() -> list[Prompts]:
-        template = _template(chat, tokenizer)
+        template = template_of(chat, tokenizer)
         return [read_prompts(documents, template) for documents in each]
 
     found = group.together(read)
@@ -116,21 +102,11 @@ def _ends(chat: Chat, tokenizer: Tokenizer, found: dict[str, Prompts]) -> tuple[
     messages = next(iter(found.values())).prompts[0].messages
     try:
         answered = [*messages, {"role": "assistant", "content": "."}]
-        tokens, _ = _template(chat, tokenizer).told(answered, len(messages))
+        tokens, _ = template_of(chat, tokenizer).told(answered, len(messages))
     except InputError:  # it writes no answers
         return chat.ends
     special = {*tokenizer.specials.values()} - {tokenizer.eos}
     return tuple(sorted({*chat.ends, *({tokens[-1]} & special)}))
-
-
-def _template(chat: Chat, tokenizer: Tokenizer) -> ChatTemplate:
-    assert chat.template is not None
-    return chat_template(
-        chat.template,
-        tokenizer,
-        bos=chat.bos,
-        instead="give another with --objective.template FILE",
-    )
 
 
 def _described(

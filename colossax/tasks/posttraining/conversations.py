@@ -16,7 +16,7 @@ from colossax.data import BatchLoader, Chat, Documents, Mixture, RowSource, Toke
 from colossax.data.chats.encoding import Answers, chat_template, encode_answers, template_source
 from colossax.data.chats.forms import Wanted
 from colossax.data.chats.rows import AnswerRows, JudgedRows
-from colossax.data.chats.template import PLAIN
+from colossax.data.chats.template import PLAIN, ChatTemplate
 from colossax.documents import read_small
 from colossax.errors import DataError, InputError
 from colossax.models import CHAT_DOCUMENT, config_to_json
@@ -176,22 +176,10 @@ def open_conversations(config: TrainConfig, group: Group) -> Conversations:
         InputError: Files, tokenizer or template cannot be read, or do not fit, or none are given;
             or the processes read different files.
     """
-    data = config.data
-    check_given(config)
-    each = group.together(lambda: [documents_of(data, path) for path in data.sources])
-    first = group.from_first(
-        lambda: [
-            [documents.fingerprint for documents in each],
-            tokenizer_of(data, each[0], config.model, initial_tokenizer(config)),
-            chat_of(config).to_json(),
-        ]
-    )
-    fingerprints, tokenizer_json, chat_json = first
-    tokenizer, chat = Tokenizer.from_json(tokenizer_json), Chat.from_json(chat_json)
-    group.together(lambda: check_same(each, fingerprints, group.process_id))
+    each, tokenizer, chat = opened_files(config, group)
 
     def encode() -> tuple[Source, ...]:
-        named = zip(each, data.sources.values(), names_of(each), strict=True)
+        named = zip(each, config.data.sources.values(), names_of(each), strict=True)
         return tuple(_source(config, tokenizer, chat, *one) for one in named)
 
     group.from_first(lambda: encode() and None)
@@ -203,12 +191,41 @@ def open_conversations(config: TrainConfig, group: Group) -> Conversations:
     return found
 
 
-def check_given(config: TrainConfig) -> None:
-    """Refuse a run without a checkpoint or data, or one whose reference is no whole model.
+def opened_files(config: TrainConfig, group: Group) -> tuple[list[Documents], Tokenizer, Chat]:
+    """The files of each source, and by what text is made of their messages and read.
 
     Raises:
-        InputError: That.
+        InputError: See `open_conversations`.
     """
+    data = config.data
+    _check_given(config)
+    each = group.together(lambda: [documents_of(data, path) for path in data.sources])
+    first = group.from_first(
+        lambda: [
+            [documents.fingerprint for documents in each],
+            tokenizer_of(data, each[0], config.model, initial_tokenizer(config)),
+            _chat(config).to_json(),
+        ]
+    )
+    fingerprints, tokenizer_json, chat_json = first
+    tokenizer, chat = Tokenizer.from_json(tokenizer_json), Chat.from_json(chat_json)
+    group.together(lambda: _check_same(each, fingerprints, group.process_id))
+    return each, tokenizer, chat
+
+
+def template_of(chat: Chat, tokenizer: Tokenizer) -> ChatTemplate:
+    """How messages become tokens."""
+    assert chat.template is not None
+    return chat_template(
+        chat.template,
+        tokenizer,
+        bos=chat.bos,
+        instead="give another with --objective.template FILE",
+    )
+
+
+def _check_given(config: TrainConfig) -> None:
+    """Refuse a run without a checkpoint or data, or one whose reference is no whole model."""
     name = config.objective.name
     if config.init is None and config.data.tokenizer is None:
         raise InputError(
@@ -229,7 +246,7 @@ def check_given(config: TrainConfig) -> None:
             )
 
 
-def chat_of(config: TrainConfig) -> Chat:
+def _chat(config: TrainConfig) -> Chat:
     """The checkpoint's, with the template that is asked for, or a plain one."""
     stored = None
     if config.init is not None:
@@ -263,12 +280,7 @@ def _source(
     name: str,
 ) -> Source:
     assert chat.template is not None
-    template = chat_template(
-        chat.template,
-        tokenizer,
-        bos=chat.bos,
-        instead="give another with --objective.template FILE",
-    )
+    template = template_of(chat, tokenizer)
     wanted = _wanted(config.objective)
     source = template_source(chat.template, chat.bos, tokenizer.end)
     answers = encode_answers(documents, tokenizer, template, wanted, source)
@@ -287,12 +299,7 @@ def _wanted(objective: ObjectiveConfig) -> Wanted:
     return Wanted.PAIR if objective.on_pairs else Wanted.CONVERSATION
 
 
-def check_same(each: list[Documents], fingerprints: list[str], process_id: int) -> None:
-    """Refuse documents that are not those of process 0.
-
-    Raises:
-        DataError: That.
-    """
+def _check_same(each: list[Documents], fingerprints: list[str], process_id: int) -> None:
     for documents, fingerprint in zip(each, fingerprints, strict=True):
         if documents.fingerprint != fingerprint:
             raise DataError(
