@@ -53,9 +53,9 @@ def with_rollouts(
 
     rollouts = Rollouts(config, opened, group)
     # Where and by how many answers are written and judged changes none of them.
-    drawn = ("rewards", "group", "max_tokens", "scaled", "failed")
+    deciding = ("rewards", "group", "max_tokens", "scaled", "failed")
     more = {name: to_json(getattr(config, name)) for name in ("objective", "policy")}
-    more["rollout"] = {name: getattr(config.rollout, name) for name in drawn}
+    more["rollout"] = {name: getattr(config.rollout, name) for name in deciding}
 
     return dataclasses.replace(
         task,

@@ -12,6 +12,7 @@ import pytest
 
 from colossax.config import BatchConfig, Plan, Precision
 from colossax.errors import DataError, InputError
+from colossax.inference.generator import Generation
 from colossax.inference.several import several
 from colossax.models import LlamaConfig, maker, params_of_tree, write_checkpoint
 from colossax.nn import AdapterConfig
@@ -22,6 +23,7 @@ from colossax.recipes import recipe
 from colossax.run.calling import StepEnd, Tools
 from colossax.scheduling import EngineRequest, SamplingConfig
 from colossax.tasks import group_advantages, next_token_loss, task_of
+from colossax.tasks.posttraining.rollouts import _cut
 from tests.launching import ROOT, pair, run
 from tests.serve.fake import CHATML, TOKENIZER
 from tests.tasks.posttraining import arithmetic
@@ -146,7 +148,7 @@ def test_a_step_learns_from_what_the_model_says_then(base):
             assert all(of[at : at + GROUP] == [of[at]] * GROUP for at in range(0, 16, GROUP))
             wanted = group_advantages(np.asarray(rewards), np.arange(16) // GROUP)
             np.testing.assert_allclose(advantages, wanted, atol=1e-6)
-            assert rows["advantages"][rows["weights"] == 0].any() == False  # noqa: E712
+            assert not rows["advantages"][rows["weights"] == 0].any()
             state, found = step(state, batch)
             rollouts(after(step, state, found, done, logged))
             assert logged[-1]["reward"] == pytest.approx(np.mean(rewards))
@@ -266,6 +268,24 @@ def test_answers_end_as_the_template_ends_them(base):
     (rollouts,) = task_of(config).callbacks
     end = TOKENIZER.specials["<|im_end|>"]
     assert rollouts._opened().ends == tuple(sorted((TOKENIZER.eos, end)))
+
+
+@pytest.mark.catches("answers-go-on-behind-their-end")
+def test_what_stands_behind_an_end_is_no_answer():
+    """As stages write it, which know of one end."""
+    said = Generation(
+        prompt_tokens=(1,), tokens=(5, 9, 7), ended=False, logprobs=(-1.0, -2.0, -3.0)
+    )
+    found = _cut(said, (8, 9))
+    assert (found.tokens, found.logprobs, found.ended) == ((5, 9), (-1.0, -2.0), True)
+    assert _cut(said, (8,)) is said
+
+
+@pytest.mark.catches("engines-see-no-optimizer")
+def test_an_engine_is_told_what_the_optimizer_takes(base):
+    _, step, state, rollouts = begun(config_of(base))
+    moments = 2 * 4 * sum(x.size for x in jax.tree.leaves(state["params"]))
+    assert moments <= rollouts._beside <= 1.01 * moments
 
 
 @pytest.mark.catches("held-out-of-one-source")

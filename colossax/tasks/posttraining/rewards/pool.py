@@ -27,6 +27,7 @@ _TOGETHER = 16
 """Answers of one call at most."""
 
 _STARTER = concurrent.futures.ThreadPoolExecutor(1, "colossax-rewards")
+"""Begins processes: its thread lives until Python ends."""
 
 _START_S = 60.0
 """A module may take so long to be imported."""
