@@ -120,7 +120,7 @@ NAMES = {
         "target_pages FramesConfig PatchConfig even_head_dim expert_layer initialise "
         "kl_divergence named param pure renamed rope_tables rotate run_recurrence weight_of "
         "has_adapter token_logps window_slots with_adapter "
-        "with_gathers with_weights without_adapter"
+        "with_gathers with_new_head with_weights without_adapter"
     ),
     "colossax.models": (
         "CohereConfig FalconConfig GLM4Config GLMConfig GPTJConfig GPTNeoXConfig Gemma2Config "

@@ -37,6 +37,7 @@ from colossax.inference.stored.documents import (
 from colossax.inference.stored.grids import KeptGrids
 from colossax.models import config_from_json, maker
 from colossax.models.adapters.quantising import read_with_codes
+from colossax.models.adapters.stored import learned_head
 from colossax.nn import AdapterConfig, DecoderConfig, MakeModel, ModelSpec, describe, with_adapter
 from colossax.nn.quantised.forms import KEPT, check_form
 from colossax.nn.quantised.serving import with_served
@@ -342,6 +343,11 @@ def open_checkpoint(
     model = config_from_json(configuration_of(documents, name, where))
     adapter, beside = documents.get("adapter"), None
     if adapter is not None:
+        if learned_head(reader):
+            raise InputError(
+                f"{where} is of an adapter and of a head that learned beside it, which are not read"
+                " so; give the model that colossax export --merge --as-checkpoint writes"
+            )
         beside = base_of(reader, base)
     tokenizer = tokenizer_of(documents.get("tokenizer"), model.decoder().vocab, where)
     return StoredModel(

@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from .decoder.decoder import Decoder as Decoder
     from .decoder.dual_encoder import DualEncoder as DualEncoder
     from .decoder.encoder_decoder import EncoderDecoder as EncoderDecoder
+    from .decoder.head import with_new_head as with_new_head
     from .decoder.layers import Layers as Layers
     from .decoder.layers import decoder_layer as decoder_layer
     from .decoder.layers import expert_layer as expert_layer

@@ -18,6 +18,14 @@ def sft() -> TrainConfig:
     return _post_training("sft", peak_lr=1e-5)
 
 
+def reward() -> TrainConfig:
+    """Teach a checkpoint's model to tell what an answer is worth, on pairs as `dpo`.
+
+    It is given a head that tells one number of an answer's last token.
+    """
+    return _post_training("reward", peak_lr=1e-5)
+
+
 def dpo() -> TrainConfig:
     """Direct preference optimisation on pairs: `prompt`, `chosen`, `rejected`.
 

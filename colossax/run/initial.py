@@ -15,6 +15,7 @@ from colossax.errors import (
     OffloadError,
 )
 from colossax.models.adapters.quantising import read_with_codes
+from colossax.nn.decoder.head import OWN_HEAD
 from colossax.processes.group import Group
 from colossax.run.checkpointing import RunCheckpoints
 from colossax.run.origins import Origin
@@ -211,7 +212,7 @@ def initial_params(
 
     Each device reads its own shards, and host memory what lives there. A checkpoint may be of the
     model without `colossax.nn.with_weights`: what that made a part of another weight is found where
-    it stood before, and parts that are new are drawn.
+    it stood before, and parts that are new are drawn: so is a head of `colossax.nn.with_new_head`.
 
     Args:
         origins: See `origins_of`.
@@ -235,8 +236,13 @@ def initial_params(
             for i, info in enumerate(infos)
             if (info.model or MODEL) == name and only(info) and not is_drawn(info)
         }
-        origin.check_all_read(info for info in infos if (info.model or MODEL) == name)
-        arrays.update(zip(stored, _read(origin, step, list(stored.values())), strict=True))
+        own = [info for info in infos if (info.model or MODEL) == name]
+        origin.check_all_read(own)
+        new_head = any(is_drawn(info) for info in own if info.own_path.startswith(f"{OWN_HEAD}/"))
+        if new_head:
+            origin.check_but_head(own)
+        read = _read(origin, step, list(stored.values()), exact=not (origin.base or new_head))
+        arrays.update(zip(stored, read, strict=True))
     if any(map(is_drawn, infos)):
         drawn = jax.tree.leaves(step.fresh_params(seed, only=is_drawn))
         arrays.update(
@@ -245,7 +251,7 @@ def initial_params(
     return jax.tree.unflatten(structure, [arrays.get(i) for i in range(len(infos))])
 
 
-def _read(origin: Origin, step: Step, infos: Sequence[ParamInfo]) -> Sequence[Any]:
+def _read(origin: Origin, step: Step, infos: Sequence[ParamInfo], *, exact: bool) -> Sequence[Any]:
     """These parameters of an origin's model; those of an adapter, and of its base."""
     dtype, found = step.bound.plan.precision.params, dict[int, Any]()
     for holder in filter(None, (origin, origin.base)):
@@ -263,7 +269,7 @@ def _read(origin: Origin, step: Step, infos: Sequence[ParamInfo]) -> Sequence[An
             [infos[i] for i in own],
             wants,
             step.bound,
-            exact=origin.base is None,
+            exact=exact,
         )
         found.update(zip(own, arrays, strict=True))
     return [found[i] for i in range(len(infos))]

@@ -8,6 +8,7 @@ from typing import Any
 from colossax.checkpoint import RecordReader, find_checkpoint
 from colossax.checkpoint.base import BASE, base_document, base_of
 from colossax.errors import InputError
+from colossax.nn.decoder.head import OF_VOCABULARY
 from colossax.run.options import Init, Source
 from colossax.step.saving.records import MODEL
 from colossax.typing import ParamInfo
@@ -72,6 +73,21 @@ class Origin:
                 " adapter.* as it was trained, or start from what colossax export --merge"
                 " --as-checkpoint writes"
             )
+
+    def check_but_head(self, infos: Iterable[ParamInfo]) -> None:
+        """Refuse what a model leaves out, but for what made logits where it has a new head.
+
+        Raises:
+            InputError: Names a record.
+        """
+        read = {f"{self.prefix}/{self.stored(info).own_path}" for info in infos}
+        for name in sorted(self.records - read):
+            part = name.removeprefix(f"{self.prefix}/")
+            if part != name and part.split("/")[0] not in OF_VOCABULARY:
+                raise InputError(
+                    f"init: {self} has '{name}', which the run's model has not; use the model's"
+                    " configuration that is stored in it"
+                )
 
     def stored(self, info: ParamInfo) -> ParamInfo:
         """The parameter with the path under which the checkpoint has it."""

@@ -34,6 +34,7 @@ from colossax.tasks.posttraining.config import (
     RolloutConfig,
     check_objective,
 )
+from colossax.tasks.posttraining.reward_model import learning_model
 from colossax.tasks.sound.sets import check_sound, check_sound_name, reads_sound
 from colossax.tasks.told import MaskConfig, SpanConfig, check_spans
 
@@ -49,8 +50,6 @@ SCHEDULES = (
     "inverse_sqrt",
 )
 OPTIMIZER_STATES = ("float32", "mixed", "bfloat16", "8bit")
-
-
 _HELD_OUT = Bound(low=0, above=True, high=1, below=True, told="a share above 0, below 1, as 0.02")
 
 
@@ -99,9 +98,8 @@ class DataConfig:
     def __post_init__(self):
         check_types(self, "data")
         if self.packing not in PACKINGS:
-            raise InputError(
-                f"data.packing: unknown '{self.packing}'{nearest(self.packing, PACKINGS)}"
-            )
+            found = nearest(self.packing, PACKINGS)
+            raise InputError(f"data.packing: unknown '{self.packing}'{found}")
         object.__setattr__(self, "mixture", FrozenDict(self.mixture))
         for name, path in (("path", self.path), ("tokenizer", self.tokenizer)):
             check_text(path or "", f"data.{name}")
@@ -285,7 +283,8 @@ class TrainConfig(RunLength):
         adapter: What learns beside the model, which is frozen then; with rank 0 all of it learns.
         drafter: What learns to draft for the model, which is frozen then; with 0 layers there is
             none.
-        objective: What is learned from conversations; without a name text is learned.
+        objective: What is learned from conversations, by `reward` with a head that tells one;
+            without a name text is learned.
         rollout, policy: How it answers, is rewarded and learns from that, where it does.
         optimizer: Optimizer and learning rate.
         clip_norm: Global norm gradients are scaled down to; None leaves them.
@@ -314,6 +313,7 @@ class TrainConfig(RunLength):
     def __post_init__(self):
         super().__post_init__()
         check_drafter(self)
+        object.__setattr__(self, "model", learning_model(self))
         check_objective(self)
         if self.data.audio is not None or self.data.images is not None:
             (check_images if self.data.audio is None else check_sound)(self)
@@ -349,7 +349,7 @@ class TrainConfig(RunLength):
                 " data.audio, as the recipe whisper_tones does"
             )
         check_spans(self)
-        if getattr(decoder, "head", None) is not None:
+        if getattr(decoder, "head", None) is not None and self.objective.name != "reward":
             raise InputError(
                 "model.head: a run on text trains logits of the vocabulary, and the model has"
                 " another head; leave it out, or give boost the loss of such a head"

@@ -10,7 +10,12 @@ from colossax.config import above, at_least
 from colossax.errors import InputError
 from colossax.nn.config.head import POOLS
 from colossax.step.loss import Loss, Sums, Terms, any_order
-from colossax.tasks.next_token import hidden_states, next_token_terms, real_tokens
+from colossax.tasks.next_token import (
+    hidden_states,
+    next_token_terms,
+    real_tokens,
+    with_counted,
+)
 from colossax.typing import PIXELS, TOKEN_VALUES, Batch
 
 
@@ -96,23 +101,49 @@ def value_loss() -> Loss:
     return loss
 
 
-def preference_loss() -> Loss:
-    """`-log sigmoid(r_0 - r_1)` of rewards: a row's document 0 is preferred to its document 1.
+def preference_loss(*, documents: int = 2, margin: float = 0.0) -> Loss:
+    """`-log sigmoid(r_2i - r_2i+1 - margin)`: documents 2i of a row are preferred to 2i + 1.
 
-    Rows in which one of the two is not there count for nothing.
+    Pairs of which one is not there count for nothing, nor do those of which no token has a weight,
+    where a batch has `weights`.
 
-    Source: Bradley and Terry 1952; Ouyang et al. 2022.
+    Args:
+        documents: Of each row, an even number.
+        margin: By which the reward of what is preferred is to be ahead, 0 or more.
+
+    Raises:
+        InputError: A number is out of its range.
+
+    Source: Bradley and Terry 1952; Ouyang et al. 2022; margins: Touvron et al. 2023, Llama 2.
     """
+    at_least(0).check(margin, "preference_loss: margin")
+    if documents < 2 or documents % 2:
+        raise InputError(
+            f"preference_loss: documents is {documents}; give an even number of 2 or more, for"
+            " pairs"
+        )
 
     @any_order
     def loss(model: Any, batch: Batch, row_keys: Array | None = None) -> tuple[Terms, Sums]:
         _check_pools(model)
-        rewards = _scalars(model, _answers(model, batch, 2, row_keys))
-        margin = rewards[:, 0] - rewards[:, 1]
-        weights = jnp.all(_there(batch, 2), axis=-1).astype(jnp.float32)
-        count = jnp.sum(weights)
-        terms: Terms = {"preference": (-jnp.sum(jax.nn.log_sigmoid(margin) * weights), count, 1.0)}
-        return terms, {"accuracy": (jnp.sum((margin > 0) * weights), count)}
+        hidden, sums = hidden_states(model, batch, row_keys)
+        told = model.told(hidden, segments=batch.get("segments"), documents=documents)
+        rewards, there = _scalars(model, told), _weighed(batch, documents)
+        chosen, rejected = rewards[:, ::2], rewards[:, 1::2]
+        ahead = chosen - rejected
+        weights = (there[:, ::2] & there[:, 1::2]).astype(jnp.float32)
+        lost, count = -jax.nn.log_sigmoid(ahead - margin), jnp.sum(weights)
+        terms: Terms = {"preference": (jnp.sum(lost * weights), count, 1.0)}
+        metrics: Sums = {
+            name: (jnp.sum(each * weights), count)
+            for name, each in {
+                "accuracy": ahead > 0,
+                "margin": ahead,
+                "chosen_reward": chosen,
+                "rejected_reward": rejected,
+            }.items()
+        }
+        return with_counted(model, batch, sums, terms, metrics)
 
     return loss
 
@@ -187,6 +218,16 @@ def _there(batch: Batch, documents: int) -> Bool[Array, "b k"]:
         rows = batch[PIXELS] if PIXELS in batch else batch["tokens"]
         return jnp.broadcast_to(numbers == 0, (rows.shape[0], documents))
     return jnp.any(segments[:, None] == numbers[:, None], axis=-1)
+
+
+def _weighed(batch: Batch, documents: int) -> Bool[Array, "b k"]:
+    """Which of those are there and have a token that counts."""
+    there, weights = _there(batch, documents), batch.get("weights")
+    if weights is None:
+        return there
+    segments = batch.get("segments", jnp.zeros(weights.shape, jnp.int32))
+    own = segments[:, None] == jnp.arange(documents)[:, None]
+    return there & jnp.any(own & (weights > 0)[:, None], axis=-1)
 
 
 def _head(model: Any) -> Any:

@@ -118,6 +118,40 @@ def test_a_row_of_two_documents_prefers_its_first():
     )
 
 
+@pytest.mark.catches("pairs-of-the-first-two")
+@pytest.mark.catches("pairs-without-weight-count")
+@pytest.mark.catches("margin-of-rewards-forgotten")
+def test_rewards_of_several_pairs_are_to_be_ahead_by_a_margin():
+    """Of pairs that are whole and count: row 2 has two, of which one has no weight."""
+    rewards = drawn(ROWS, 4, 1)
+    weights = np.where(SEGMENTS >= 0, 1.0, 0.0).astype(np.float32)
+    weights[2, SEGMENTS[2] == 1] = 0
+    ahead = np.array([rewards[0, 0, 0] - rewards[0, 1, 0], rewards[2, 2, 0] - rewards[2, 3, 0]])
+    want = np.mean(np.log1p(np.exp(0.7 - ahead)))
+    model = Told(rewards, outputs=1, pool="last", bias=False)
+    loss, rows = preference_loss(documents=4, margin=0.7), batch(weights=weights)
+    assert mean("preference", loss, model, rows) == (pytest.approx(want, rel=1e-5), 2)
+    told = {name: float(x) / float(w) for name, (x, w) in loss(model, rows)[1].items()}
+    assert told == {
+        "accuracy": np.mean(ahead > 0),
+        "margin": pytest.approx(np.mean(ahead), rel=1e-5),
+        "chosen_reward": pytest.approx(np.mean(rewards[[0, 2], [0, 2], 0]), rel=1e-5),
+        "rejected_reward": pytest.approx(np.mean(rewards[[0, 2], [1, 3], 0]), rel=1e-5),
+    }
+
+
+@pytest.mark.parametrize(
+    ("numbers", "message"),
+    [
+        ({"documents": 3}, "preference_loss: documents is 3; give an even number of 2 or more"),
+        ({"margin": -1.0}, "preference_loss: margin: found -1.0"),
+    ],
+)
+def test_numbers_of_no_pairs_are_refused(numbers, message):
+    with pytest.raises(InputError, match=message):
+        preference_loss(**numbers)
+
+
 def test_partners_are_told_from_the_other_documents_of_their_row():
     told, temperature = drawn(ROWS, 4, 5), 0.5
     found = []

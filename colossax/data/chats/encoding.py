@@ -37,6 +37,7 @@ class Answers:
         prompts: uint64 `[examples]`, of what each asks.
         of: Documents of an example: 2 of pairs, the chosen one first.
         fingerprint: Hash of records, template and tokenizer.
+        whole: Whether a document's last token is read too, and not only told.
     """
 
     tokens: CheckedTokens | np.ndarray
@@ -46,6 +47,7 @@ class Answers:
     prompts: np.ndarray
     of: int
     fingerprint: str
+    whole: bool = False
 
     def __len__(self) -> int:
         return len(self.hashes)
@@ -53,11 +55,13 @@ class Answers:
     @property
     def lengths(self) -> np.ndarray:
         """Tokens of a row that each document takes: what is read of it, int64 `[documents]`."""
-        return np.diff(self.offsets) - 1
+        return np.diff(self.offsets) - (not self.whole)
 
     def document(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens of a document, and whether each is told."""
+        """Tokens of a document, and whether each is told; where it is read whole, one behind."""
         found = self.tokens[int(self.offsets[number]) : int(self.offsets[number + 1])]
+        if self.whole:
+            found = np.append(found, np.uint32(0))
         return (found & ~_TOLD).astype(np.int32), found >= _TOLD
 
     def split(
@@ -146,7 +150,7 @@ def encode_answers(
 
     tokens, arrays = kept_tokens("answers", fingerprint, np.dtype(np.uint32), write)
     of = 2 if wanted is Wanted.PAIR else 1
-    return Answers(tokens=tokens, **arrays, of=of, fingerprint=fingerprint)
+    return Answers(tokens=tokens, of=of, fingerprint=fingerprint, whole=False, **arrays)
 
 
 def _hash(tokens: np.ndarray) -> int:

@@ -27,11 +27,13 @@ class Prompt:
         tokens: By the template, up to where an assistant is to answer.
         messages: That these are of.
         record: All fields of the line.
+        tools: Functions that the prompt says may be called.
     """
 
     tokens: tuple[int, ...]
     messages: tuple[Message, ...]
     record: dict[str, Any]
+    tools: tuple[Any, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -124,7 +126,10 @@ def read_prompts(documents: Documents, template: ChatTemplate) -> Prompts:
         if not tokens:
             raise DataError(f"{where}: the template writes nothing of it; give another template")
         hashed.update(repr((tokens, record)).encode())
-        found.append(Prompt(tokens=tokens, messages=example.prompt, record=dict(record)))
+        tools = tuple(example.tools)
+        found.append(
+            Prompt(tokens=tokens, messages=example.prompt, record=dict(record), tools=tools)
+        )
     return Prompts(prompts=tuple(found), fingerprint=hashed.hexdigest())
 
 

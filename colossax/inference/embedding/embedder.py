@@ -60,7 +60,8 @@ class Embedder:
 
     Texts lie one behind another in rows of a fixed length, and a token attends to those of its own
     text: so work is that of real tokens, whatever the lengths of those that are read together.
-    What a text's vector is, the model's head says: see `HeadConfig`.
+    What a text's vector is, the model's head says, see `HeadConfig`: a hidden state, a reward,
+    logits of classes.
 
     It belongs to one thread. Nothing is compiled after `warm`.
 
@@ -83,7 +84,7 @@ class Embedder:
         """Prepare the steps; nothing is compiled yet.
 
         Args:
-            spec: The model, as `describe` gave it under `bound`; its head tells embeddings.
+            spec: The model, as `describe` gave it under `bound`; its head pools.
             bound: Where the parameters live. Where the plan splits batches, each part has rows of
                 its own.
             params: Laid out by `bound`; kept.

@@ -17,6 +17,11 @@ def tells_embeddings(head: HeadConfig | None) -> bool:
     return head is not None and head.pool in POOLED and head.outputs is None
 
 
+def tells_of_texts(head: HeadConfig | None) -> bool:
+    """Whether a head tells numbers of each text: a hidden state, a reward, logits of classes."""
+    return head is not None and head.pool in POOLED
+
+
 def with_embedding(model: Any, pool: str, normalise: bool) -> Any:
     """The configuration of a model that tells embeddings, with the layers of another.
 

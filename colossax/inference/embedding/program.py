@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from colossax.config import BoundPlan
 from colossax.errors import InputError
-from colossax.inference.embedding.heads import tells_embeddings
+from colossax.inference.embedding.heads import tells_of_texts
 from colossax.inference.plan import encoding_plan, shapes_of
 from colossax.nn import DecoderConfig, ModelSpec
 from colossax.sharding import batch_axes, replicated, use
@@ -61,7 +61,7 @@ class EmbeddingProgram:
         mesh = self.bound.mesh.shape
         self.rows = math.prod(mesh[axis] for axis in batch_axes(self.bound))
         assert config.head is not None
-        self.width = config.head.pooled * config.embed
+        self.width = config.head.outputs or config.head.pooled * config.embed
         here = replicated(self.bound)
         self.placed = functools.partial(jax.device_put, device=here)
         self._steps = {
@@ -143,7 +143,7 @@ def sizes_of(tokens: int, longest: int) -> tuple[int, ...]:
 
 
 def embedding_config(spec: ModelSpec) -> DecoderConfig:
-    """Sizes of a model that tells embeddings of texts.
+    """Sizes of a model that tells embeddings of texts, or what else its head makes of one.
 
     Raises:
         InputError: It does not.
@@ -151,7 +151,7 @@ def embedding_config(spec: ModelSpec) -> DecoderConfig:
     model = spec.merge(shapes_of(spec))
     config = getattr(model, "config", None)
     head = getattr(config, "head", None)
-    if not isinstance(config, DecoderConfig) or not tells_embeddings(head):
+    if not isinstance(config, DecoderConfig) or not tells_of_texts(head):
         told = "logits of a vocabulary" if head is None else f"{head}"
         raise InputError(
             f"model: it tells {told} and no embeddings; open it with"

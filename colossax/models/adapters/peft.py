@@ -203,6 +203,11 @@ def _maps(params: ModelParams) -> Iterator[AdapterMap]:
 
 def _maps_with(stored: StoredAdapter) -> list[AdapterMap]:
     """Those that have a pair; refuses pairs for which there is no place."""
+    if stored.head is not None:
+        raise InputError(
+            "export: the model's own head learned as a whole, and a folder of peft holds pairs"
+            " alone; export the merged model, with --merge"
+        )
     adapted = {path.rpartition("/")[0] for path in stored.infos}
     maps = [one for one in _maps(stored.base) if one.path in adapted]
     for path in sorted(adapted - {one.path for one in maps}):

@@ -23,8 +23,9 @@ from colossax.models.parameters import (
     read_averages,
     read_record,
 )
-from colossax.models.registry import maker
-from colossax.nn import AdapterConfig, describe, with_adapter
+from colossax.models.registry import config_from_json, maker
+from colossax.nn import AdapterConfig, HeadConfig, describe, with_adapter, with_new_head
+from colossax.nn.decoder.head import OWN_HEAD
 from colossax.nn.quantised.codes import Packing
 from colossax.typing import ParamInfo
 
@@ -41,17 +42,26 @@ class StoredAdapter:
         base: The model that it is of.
         reader: The checkpoint that holds it.
         averaged: Whether the averages are meant that the run's optimizer kept of it.
+        head: The model's own head, where the checkpoint holds one that learned as a whole.
     """
 
     adapter: AdapterConfig
     base: ModelParams
     reader: RecordReader
     averaged: bool = False
+    head: HeadConfig | None = None
+
+    @property
+    def config(self) -> Any:
+        """Of the model that both are together."""
+        if self.head is None:
+            return self.base.config
+        return dataclasses.replace(self.base.config, head=self.head)
 
     @functools.cached_property
     def infos(self) -> Mapping[str, ParamInfo]:
         """What is of the adapter, by path."""
-        return adapter_infos(self.base.config, self.adapter)
+        return adapter_infos(self.config, self.adapter, new_head=self.head is not None)
 
     @functools.cached_property
     def read(self) -> Read:
@@ -70,7 +80,7 @@ class StoredAdapter:
         """How matrices of the base were kept while the adapter learned, by path; else nothing."""
         return {
             info.stood_at: info.quantised.of
-            for info in _described(self.base.config, self.adapter).values()
+            for info in _described(self.base.config, self.adapter, False).values()
             if info.quantised is not None and info.stood_at
         }
 
@@ -89,6 +99,8 @@ class StoredAdapter:
         """
 
         def read(path: str, layer: int | None, expert: int | None) -> np.ndarray:
+            if path in self.infos:
+                return self.read(path, layer, expert)
             own = self.base.read(path, layer, expert)
             parts = self.parts(path, layer) if expert is None else {}
             packing = self.packings.get(path)
@@ -98,17 +110,33 @@ class StoredAdapter:
                 return own
             return with_parts(own.astype(np.float32), parts, self.adapter.scale).astype(own.dtype)
 
-        return dataclasses.replace(self.base, read=read)
+        if self.head is None:
+            return dataclasses.replace(self.base, read=read)
+        spec = describe(maker(self.config))
+        held = self.reader.records()
+        dtypes = {
+            path: held[f"{PARAMS}/{path}"][1] if path in self.infos else self.base.dtypes[path]
+            for path in by_path(spec)
+        }
+        return ModelParams(config=self.config, spec=spec, dtypes=dtypes, read=read)
 
 
-def adapter_infos(config: Any, adapter: AdapterConfig) -> dict[str, ParamInfo]:
-    """The parameters of an adapter of a model, by path."""
-    infos = _described(config, adapter)
+def adapter_infos(
+    config: Any, adapter: AdapterConfig, *, new_head: bool = False
+) -> dict[str, ParamInfo]:
+    """The parameters of an adapter of a model, by path; with `new_head` the model's head too."""
+    infos = _described(config, adapter, new_head)
     return {path: info for path, info in infos.items() if not info.of_base}
 
 
-def _described(config: Any, adapter: AdapterConfig) -> dict[str, ParamInfo]:
-    return by_path(describe(with_adapter(maker(config), adapter)))
+def _described(config: Any, adapter: AdapterConfig, new_head: bool) -> dict[str, ParamInfo]:
+    make_model = with_new_head(maker(config)) if new_head else maker(config)
+    return by_path(describe(with_adapter(make_model, adapter)))
+
+
+def learned_head(reader: RecordReader) -> bool:
+    """Whether a checkpoint of an adapter holds its model's own head as well."""
+    return any(name.startswith(f"{PARAMS}/{OWN_HEAD}/") for name in reader.records())
 
 
 def with_parts(w: np.ndarray, parts: Mapping[str, np.ndarray], scale: float) -> np.ndarray:
@@ -145,8 +173,13 @@ def adapter_of_checkpoint(
         return None
     adapter = from_json(AdapterConfig, said, where="adapter of the checkpoint")
     there, _ = base_of(reader, base)
+    head = config_from_json(reader.document("model", dict)).head if learned_head(reader) else None
     found = StoredAdapter(
-        adapter=adapter, base=params_of_checkpoint(there), reader=reader, averaged=averaged
+        adapter=adapter,
+        base=params_of_checkpoint(there),
+        reader=reader,
+        averaged=averaged,
+        head=head,
     )
     for info in found.infos.values():
         slot = slot_of(info, PARAMS)

@@ -125,6 +125,12 @@ def _beside(metadata: dict[str, Any]) -> bool:
     return metadata.get("of_adapter", False) or metadata.get("noted", False)
 
 
+def _learns_whole(module: Weighted) -> bool:
+    """Whether a map's own matrix learns beside adapters, as a new head's does."""
+    held = module.held
+    return isinstance(held, nnx.Param) and _beside(held.get_metadata())
+
+
 def _let_drop(model: nnx.Module, rate: float) -> None:
     """Have the layers say to adapters what they do not read; refuse adapters whose layers do not.
 
@@ -156,7 +162,7 @@ class _Chosen:
         self._used: set[str] = set()
 
     def __call__(self, name: str, module: Weighted, rngs: nnx.Rngs) -> Adapter | None:
-        if not isinstance(module, Linear):
+        if not isinstance(module, Linear) or _learns_whole(module):
             return None
         self._names[name] = None
         hits = [one for one in self._config.patterns if fnmatch.fnmatchcase(name, one)]

@@ -12,7 +12,14 @@ from colossax.nn.config import DecoderConfig, HeadConfig, TransformConfig
 from colossax.nn.decoder.attention_pool import AttentionPool
 from colossax.nn.decoder.layers import make_norm
 from colossax.nn.layers import Linear
+from colossax.nn.module import MakeModel
 from colossax.sharding import constrain, current_order, gather_weight
+
+OWN_HEAD = "answers"
+"""Name of a model's part that `HeadConfig` is of."""
+
+OF_VOCABULARY = ("head", "head_bias", "transform", "out_of")
+"""Names of its parts, in place of that, that logits of a vocabulary are made by."""
 
 
 class Transform(nnx.Module):
@@ -87,6 +94,36 @@ class Head(nnx.Module):
         if self.map.b is None:
             return told
         return told + gather_weight(self.map.b[...], ("outputs",), dtype=jnp.dtype("float32"))
+
+
+def with_new_head(make_model: MakeModel) -> MakeModel:
+    """A factory of the same model, whose `HeadConfig` a checkpoint need not know.
+
+    A run that starts from a checkpoint without such a head draws one; where it has one, that is
+    taken. Beside an adapter (`with_adapter` of what this returns) it learns as a whole, and
+    checkpoints hold it.
+
+    Args:
+        make_model: Of a model with a head of its own.
+
+    Raises:
+        InputError: When built: it tells logits of a vocabulary.
+    """
+
+    def built(rngs: nnx.Rngs) -> nnx.Module:
+        model = make_model(rngs)
+        head = getattr(model, OWN_HEAD, None)
+        if head is None:
+            raise InputError(
+                "with_new_head: the model has no head but that of its vocabulary; give its"
+                " configuration a head, as HeadConfig(outputs=1, pool='last')"
+            )
+        for _, node in nnx.iter_graph(head):
+            if isinstance(node, nnx.Param):
+                node.set_metadata(of_adapter=True, inside=0)
+        return model
+
+    return built
 
 
 def pooled(

@@ -15,14 +15,24 @@ from colossax.config import (
 )
 from colossax.errors import InputError
 
-BETAS = {"sft": 1.0, "dpo": 0.1, "ipo": 0.1, "simpo": 2.0, "orpo": 0.1, "kto": 0.1}
+BETAS = {
+    "sft": 1.0,
+    "reward": 1.0,
+    "dpo": 0.1,
+    "ipo": 0.1,
+    "simpo": 2.0,
+    "orpo": 0.1,
+    "kto": 0.1,
+}
 """Objectives on answers that are given, and the coefficient of each where none is said."""
+
+_MARGINS = {"reward": 0.0}
 
 ON_ROLLOUTS = ("grpo",)
 """Objectives on answers that the model gives itself."""
 
 _WITH_REFERENCE = ("dpo", "ipo", "kto")
-_ON_PAIRS = ("dpo", "ipo", "simpo", "orpo")
+_ON_PAIRS = ("reward", "dpo", "ipo", "simpo", "orpo")
 
 NORMALISERS = ("token", "sequence", "longest")
 ESTIMATORS = ("k1", "k2", "k3")
@@ -75,12 +85,12 @@ class ObjectiveConfig:
     """What a model learns from conversations, in place of the next token of all text.
 
     Attributes:
-        name: `sft` (what assistants say), `dpo`, `ipo`, `simpo`, `orpo` (a chosen answer over a
-            rejected one), `kto` (answers that are good or bad), `grpo` (answers of its own that are
-            rewarded); empty: text is learned.
+        name: `sft` (what assistants say), `reward` (to tell what an answer is worth), `dpo`, `ipo`,
+            `simpo`, `orpo` (a chosen answer over a rejected one), `kto` (answers that are good or
+            bad), `grpo` (answers of its own that are rewarded); empty: text is learned.
         beta: Coefficient of the objective; none: 0.1, of simpo 2. Of grpo it is
-            `policy.divergence`.
-        margin: Of simpo, by which a chosen answer is to be ahead.
+            `policy.divergence`; sft and reward have none.
+        margin: Of simpo and reward, by which a chosen answer is to be ahead; none: 1, of reward 0.
         desirable: Of kto, the weight of good answers.
         undesirable: Of kto, the weight of bad answers.
         documents: Prompts with an answer that share a row, at most; even where they are pairs. Of
@@ -91,7 +101,7 @@ class ObjectiveConfig:
 
     name: str = dataclasses.field(default="", metadata={"choices": ("", *BETAS, *ON_ROLLOUTS)})
     beta: Positive | None = None
-    margin: NotNegative = 1.0
+    margin: NotNegative | None = None
     desirable: NotNegative = 1.0
     undesirable: NotNegative = 1.0
     documents: Count = 16
@@ -102,6 +112,8 @@ class ObjectiveConfig:
         known = (*BETAS, *ON_ROLLOUTS)
         if self.name and self.name not in known:
             raise InputError(f"objective.name: unknown '{self.name}'{nearest(self.name, known)}")
+        if self.beta is not None and self.name in ("sft", "reward"):
+            raise InputError(f"objective.beta: {self.name} has none; leave it out")
         check_text(self.template or "", "objective.template")
         if self.on_pairs and self.documents % 2:
             raise InputError(
@@ -132,6 +144,11 @@ class ObjectiveConfig:
         """`beta`, or what the objective has without one."""
         return BETAS[self.name] if self.beta is None else self.beta
 
+    @property
+    def ahead(self) -> float:
+        """`margin`, or what the objective has without one."""
+        return _MARGINS.get(self.name, 1.0) if self.margin is None else self.margin
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
@@ -140,6 +157,8 @@ class RolloutConfig:
     Attributes:
         rewards: `package.module:function`, a plain function of a list of `Answer` that returns a
             number for each; see `RewardWorkers`.
+        judge: Checkpoint of a model that `reward` trained, whose number is the reward; beside a
+            function it is told that one, as `Answer.judged`.
         group: Answers to each prompt, which are held against each other.
         max_tokens: Of an answer at most.
         scaled: Whether an answer's advantage is divided by the spread of its group (GRPO); Dr. GRPO
@@ -152,6 +171,7 @@ class RolloutConfig:
     """
 
     rewards: str | None = None
+    judge: str | None = None
     group: Count = 8
     max_tokens: Count = 128
     scaled: bool = True
@@ -164,6 +184,7 @@ class RolloutConfig:
     def __post_init__(self):
         check_types(self, "rollout")
         check_text(self.rewards or "", "rollout.rewards")
+        check_text(self.judge or "", "rollout.judge")
 
 
 def longest_prompt(config: Any) -> int:

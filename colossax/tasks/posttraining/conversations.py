@@ -284,6 +284,7 @@ def _source(
     wanted = _wanted(config.objective)
     source = template_source(chat.template, chat.bos, tokenizer.end)
     answers = encode_answers(documents, tokenizer, template, wanted, source)
+    answers = dataclasses.replace(answers, whole=config.objective.name == "reward")
     training, held_out = answers.split(
         config.data.validation_fraction,
         longest=config.data.seq_len,

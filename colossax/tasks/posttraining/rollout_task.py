@@ -56,6 +56,8 @@ def with_rollouts(
     deciding = ("rewards", "group", "max_tokens", "scaled", "failed")
     more = {name: to_json(getattr(config, name)) for name in ("objective", "policy")}
     more["rollout"] = {name: getattr(config.rollout, name) for name in deciding}
+    if config.rollout.judge is not None:
+        more["rollout"]["judge"] = config.rollout.judge
 
     return dataclasses.replace(
         task,

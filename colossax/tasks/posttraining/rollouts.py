@@ -27,6 +27,7 @@ from colossax.tasks.posttraining.asked import Asked
 from colossax.tasks.posttraining.config import longest_prompt
 from colossax.tasks.posttraining.policy import ADVANTAGES, ENGINE_LOGPS, NOT_SAID
 from colossax.tasks.posttraining.rewards.answer import Answer
+from colossax.tasks.posttraining.rewards.judge import Judge
 from colossax.tasks.posttraining.rewards.pool import RewardWorkers
 from colossax.tasks.task import Callback
 from colossax.tasks.text import Placement
@@ -99,6 +100,7 @@ class Rollouts(Callback):
     def __init__(self, config: TrainConfig, opened: Callable[[], Asked], group: Group):
         self._config, self._opened, self._group = config, opened, group
         self._workers: RewardWorkers | None = None
+        self._judge: Judge | None = None
         self._writer: tuple[Step, Any] | None = None
         self._params: Params | None = None
         self._made: tuple[int, Judged] | None = None
@@ -108,7 +110,8 @@ class Rollouts(Callback):
         """The parameters that the first answers are given by."""
         self._params, self._made = state["params"], None
         rest = {name: x for name, x in state.items() if name != "params"}
-        self._beside = device_bytes(rest)
+        held = None if self._judge is None else self._judge.load(self._devices(step))
+        self._beside = device_bytes((rest, held))
 
     def __call__(self, now: Any) -> None:
         """Take the parameters after a step, and tell of the answers that it learned from."""
@@ -127,18 +130,26 @@ class Rollouts(Callback):
                 )
 
     def check(self) -> None:
-        """Refuse a function that is none.
+        """Refuse a function that is none, and a judge that tells no rewards.
 
         Raises:
-            InputError: No function is named, or there is none of that name.
+            InputError: That, or nothing says what answers are worth.
         """
-        if self._config.rollout.rewards is None:
+        rollout = self._config.rollout
+        if rollout.rewards is None and rollout.judge is None:
             raise InputError(
                 f"rollout.rewards: {self._config.objective.name} learns from what answers are"
-                " worth; name a function, as --rollout.rewards my_package.rewards:parses"
+                " worth; name a function, as --rollout.rewards my_package.rewards:parses, or a"
+                " model that tells it, with --rollout.judge"
             )
-        if self._group.first:
+        if rollout.judge is not None:
+            self._judge = Judge(rollout.judge)
+        if self._group.first and rollout.rewards is not None:
             self._begun(workers=1).close()
+
+    @staticmethod
+    def _devices(step: Step) -> list[jax.Device]:
+        return [*step.bound.mesh.devices.flat]
 
     def _begun(self, workers: int) -> RewardWorkers:
         rollout = self._config.rollout
@@ -163,7 +174,7 @@ class Rollouts(Callback):
                 rows = self._rows(judged, place.wanted)
                 yield place(rows)
 
-        if not self._group.first:
+        if not self._group.first or self._config.rollout.rewards is None:
             yield made()
             return
         with self._begun(self._config.rollout.workers) as self._workers:
@@ -207,15 +218,10 @@ class Rollouts(Callback):
         writer = self._writing(step, params).again(params, asked)
         found = [_cut(one, opened.ends) for one in writer.run()]
         written = time.perf_counter()
-        answers = [
-            Answer(
-                text=opened.tokenizer.decode(one.tokens[:-1] if one.ended else one.tokens),
-                prompt=prompt.messages,
-                record=prompt.record,
-            )
-            for prompt, one in zip(prompts, found, strict=True)
+        texts = [
+            opened.tokenizer.decode(one.tokens[:-1] if one.ended else one.tokens) for one in found
         ]
-        rewards, failures, said = self._group.from_first_in_a_run(lambda: self._rewarded(answers))
+        rewards, failures, said = self._worth(step, prompts, texts)
         return Judged(
             prompts=prompts,
             tokens=[one.tokens for one in found],
@@ -226,6 +232,32 @@ class Rollouts(Callback):
             said=said,
             seconds=(written - began, time.perf_counter() - written),
         )
+
+    def _worth(
+        self, step: Step, prompts: Sequence[Prompt], texts: Sequence[str]
+    ) -> tuple[list[float], dict[str, int], str]:
+        """What each answer is worth; how many could not be judged by why, and of one what is told.
+
+        A model judges on all processes together, a function on the first.
+        """
+        judged = None
+        if self._judge is not None:
+            self._judge.load(self._devices(step))
+            judged = self._judge(prompts, texts)
+        if self._config.rollout.rewards is None:
+            assert judged is not None, "checked when the prompts were opened"
+            worth = np.where(np.isnan(judged.values), self._config.rollout.failed, judged.values)
+            return worth.tolist(), dict(judged.failures), judged.said
+        numbers = [None] * len(texts) if judged is None else _or_none(judged.values)
+        answers = [
+            Answer(text=text, prompt=prompt.messages, record=prompt.record, judged=number)
+            for prompt, text, number in zip(prompts, texts, numbers, strict=True)
+        ]
+        rewards, failures, said = self._group.from_first_in_a_run(lambda: self._rewarded(answers))
+        if judged is None:
+            return rewards, failures, said
+        both = collections.Counter(failures) + collections.Counter(judged.failures)
+        return rewards, dict(both), said or judged.said
 
     def _rewarded(self, answers: Sequence[Answer]) -> list[Any]:
         if self._workers is not None:
@@ -291,6 +323,10 @@ class Rollouts(Callback):
             said = (judged.logprobs[at] for at in own)
             row[ENGINE_LOGPS][told] = [*itertools.chain.from_iterable(said)]
         return row
+
+
+def _or_none(values: np.ndarray) -> list[float | None]:
+    return [None if math.isnan(value) else float(value) for value in values]
 
 
 def _cut(one: Any, ends: Sequence[int]) -> Any:

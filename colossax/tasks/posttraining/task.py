@@ -9,10 +9,13 @@ import jax
 import numpy as np
 
 from colossax.config import to_json
+from colossax.models import maker
+from colossax.nn import with_adapter, with_new_head
 from colossax.processes.group import Group
 from colossax.step.loss import Loss
 from colossax.step.step import Step
 from colossax.tasks.config import TrainConfig
+from colossax.tasks.heads import preference_loss
 from colossax.tasks.next_token import next_token_loss
 from colossax.tasks.posttraining.answers import telling
 from colossax.tasks.posttraining.config import ObjectiveConfig
@@ -59,7 +62,11 @@ def with_objective(
         return with_rollouts(task, config, group, identity)
     opened = functools.cache(lambda: open_conversations(config, group))
     objective = config.objective
-    more = {"objective": to_json(dataclasses.replace(objective, beta=objective.coefficient))}
+    settled = {"beta": objective.coefficient, "margin": objective.ahead}
+    more = {"objective": {**to_json(objective), **settled}}
+    if objective.name == "reward":
+        make_model = with_adapter(with_new_head(maker(config.model)), config.adapter)
+        task = dataclasses.replace(task, make_model=make_model)
 
     return dataclasses.replace(
         task,
@@ -91,9 +98,10 @@ def objective_loss(objective: ObjectiveConfig, *, z_loss: float = 0.0) -> Loss:
     weights = {"desirable": objective.desirable, "undesirable": objective.undesirable}
     makers: dict[str, Callable[[], Loss]] = {
         "sft": lambda: next_token_loss(z_loss=z_loss),
+        "reward": lambda: preference_loss(documents=objective.documents, margin=objective.ahead),
         "dpo": lambda: dpo_loss(**how),
         "ipo": lambda: ipo_loss(**how),
-        "simpo": lambda: simpo_loss(**how, margin=objective.margin),
+        "simpo": lambda: simpo_loss(**how, margin=objective.ahead),
         "orpo": lambda: orpo_loss(**how),
         "kto": lambda: kto_loss(**how, **weights),
     }
@@ -122,6 +130,7 @@ def _means(
     coefficients = {
         "orpo": {"cross_entropy": 1.0, "odds": objective.coefficient},
         "sft": {"cross_entropy": 1.0},
+        "reward": {"preference": 1.0},
     }.get(objective.name, {objective.name: 1.0})
     names = [*coefficients, *(() if objective.name == "sft" else ("accuracy",))]
     sums = {name: np.zeros(2) for name in names}

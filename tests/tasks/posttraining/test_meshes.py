@@ -1,5 +1,6 @@
 """Steps of objectives on any mesh, however a batch is cut, are those of one device."""
 
+import dataclasses
 import functools
 import math
 
@@ -9,7 +10,7 @@ import pytest
 
 from colossax.config import BatchConfig, LossConfig, OffloadConfig, Plan, Segment, preset
 from colossax.models import LlamaConfig, maker
-from colossax.nn import AdapterConfig, with_adapter
+from colossax.nn import AdapterConfig, HeadConfig, with_adapter
 from colossax.optim import sgd
 from colossax.planner import build_step
 from colossax.tasks import (
@@ -20,6 +21,7 @@ from colossax.tasks import (
     kto_options,
     orpo_loss,
     policy_loss,
+    preference_loss,
     reference_options,
     simpo_loss,
 )
@@ -37,6 +39,7 @@ OBJECTIVES = {
     "dpo": (dpo_loss(documents=DOCUMENTS), reference_options()),
     "dpo, adapter": (dpo_loss(documents=DOCUMENTS), reference_options()),
     "ipo": (ipo_loss(documents=DOCUMENTS), reference_options()),
+    "reward": (preference_loss(documents=DOCUMENTS, margin=0.3), {}),
     "simpo": (simpo_loss(documents=DOCUMENTS), {}),
     "orpo": (orpo_loss(documents=DOCUMENTS), {}),
     "policy": (
@@ -77,7 +80,7 @@ ALL = [
     for number, mesh in enumerate(MESHES)
     for at, cut in enumerate(CUTS)
     if name in ("dpo", "orpo", "kto") or number % len(CUTS) == at
-    if mesh not in ALONE or name in ("dpo, adapter", "simpo", "orpo")
+    if mesh not in ALONE or name in ("dpo, adapter", "simpo", "orpo", "reward")
 ]
 """Each objective on each mesh; those that differ by more than a formula however they are cut."""
 
@@ -86,6 +89,7 @@ QUICK = [
     ("dpo, adapter", "fsdp", 2),
     ("kto", "ring", 4),
     ("orpo", "tensor", 2),
+    ("reward", "ring", 2),
 ]
 
 
@@ -108,7 +112,9 @@ def step_of(name, plan):
     loss, options = OBJECTIVES[name]
     devices = jax.devices()[: math.prod(plan.mesh.values())]
     if not options:
-        return build_step(maker(CONFIG), sgd(0.5), loss, plan, devices=devices)
+        head = HeadConfig(outputs=1, pool="last", bias=False) if name == "reward" else None
+        config = dataclasses.replace(CONFIG, head=head)
+        return build_step(maker(config), sgd(0.5), loss, plan, devices=devices)
     return build_step(makers(name), sgd(0.5), loss, plan, devices=devices, **options)
 
 

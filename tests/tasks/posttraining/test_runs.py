@@ -56,7 +56,7 @@ RECORDS = {
         for answer, good in ((right, True), (wrong, False))
     ],
 }
-RECORDS |= dict.fromkeys(("ipo", "simpo", "orpo"), RECORDS["dpo"])
+RECORDS |= dict.fromkeys(("reward", "ipo", "simpo", "orpo"), RECORDS["dpo"])
 
 
 @pytest.fixture(autouse=True)
@@ -96,7 +96,7 @@ def losses(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["sft", "dpo", "kto"])
+@pytest.mark.parametrize("name", ["sft", "reward", "dpo", "kto"])
 def test_a_run_resumed_on_other_meshes_is_one_that_nobody_touched(name, base, tmp_path):
     config = config_of(name, base, tmp_path)
     final = ran(config, tmp_path / "whole")
@@ -193,6 +193,8 @@ def test_flops_count_every_pass(base, tmp_path):
     frozen = sizes.train_flops_per_token(96, frozen=True)
     wanted = {"sft": per_token, "orpo": per_token, "dpo": frozen + per_token / 3}
     wanted["kto"] = frozen + per_token
+    vocabulary = 6 * MODEL.vocab * MODEL.embed
+    wanted["reward"] = per_token - vocabulary
     for name, each in wanted.items():
         assert task_of(config_of(name, base, tmp_path)).flops == int(each * tokens)
 

@@ -12,8 +12,11 @@ class Answer:
         text: What it says.
         prompt: What was asked: messages with `role` and `content`.
         record: Fields of the line that the prompt is from, such as the right answer.
+        judged: What a judge says that it is worth (`rollout.judge`); None: there is none, or it
+            could not read this answer.
     """
 
     text: str
     prompt: tuple[dict[str, Any], ...] = ()
     record: dict[str, Any] = dataclasses.field(default_factory=dict)
+    judged: float | None = None

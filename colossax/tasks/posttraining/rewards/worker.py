@@ -65,8 +65,8 @@ def _end_with_parent() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _answer(text: str, prompt: list[dict[str, Any]], record: dict[str, Any]) -> Answer:
-    return Answer(text=text, prompt=tuple(prompt), record=record)
+def _answer(prompt: list[dict[str, Any]], **rest: Any) -> Answer:
+    return Answer(prompt=tuple(prompt), **rest)
 
 
 def _named(name: str) -> Callable[[list[Answer]], Any]:
