@@ -38,6 +38,7 @@ from tests.tasks.small_text import changed, ran
 MODEL = LlamaConfig(
     vocab=272, embed=32, layers=2, heads=4, kv_heads=2, mlp=64, max_seq=256, init_std=0.1
 )
+ADAPTER = AdapterConfig(rank=2, targets="*")
 REWARD = HeadConfig(outputs=1, pool="last", bias=False)
 PAIRS = [
     {"prompt": f"{a}+{b}=", "chosen": f"{a + b}", "rejected": "no " * (1 + a % 3)}
@@ -81,8 +82,14 @@ def rewarding(base, tmp_path_factory):
     """A run that learned rewards, all of it or by an adapter."""
     folder = tmp_path_factory.mktemp("rewarding")
     ran(config_of(base), folder / "whole")
-    ran(config_of(base, adapter=AdapterConfig(rank=2, targets="*")), folder / "adapter")
+    ran(config_of(base, adapter=ADAPTER), folder / "adapter")
     return folder
+
+
+def started(config):
+    """The step of a run on one device."""
+    task, devices = task_of(config), jax.devices()[:1]
+    return task_step(task, settle_task(task, Plan(), devices), devices)
 
 
 def tokens_of(question, answer):
@@ -134,12 +141,14 @@ def test_documents_are_read_to_their_last_token(base):
 
 @pytest.mark.catches("new-head-is-asked-for")
 @pytest.mark.catches("vocabulary-is-no-head")
-@pytest.mark.catches("new-head-leaves-nothing-out")
-def test_the_layers_are_those_of_the_checkpoint_and_the_head_is_drawn(base, rewarding):
+def test_the_layers_are_those_of_the_checkpoint_and_the_head_is_drawn(base):
     config = config_of(base)
     assert config.model.head == REWARD and config.replace(steps=9).model == config.model
-    ran(changed(config, "optimizer", peak_lr=0.0).replace(steps=1), rewarding / "still")
-    had, has = numbers(base / "base"), numbers(rewarding / "still")
+    step = started(config)
+    infos = jax.tree.leaves(step.spec.infos)
+    arrays = jax.tree.leaves(initial_params(origins_of(config.init, ()), step))
+    has = {info.path: np.asarray(x) for info, x in zip(infos, arrays, strict=True)}
+    had = numbers(base / "base")
     assert has.keys() - had.keys() == {"answers/map/w"}
     assert had.keys() - has.keys() == {"head/w"}
     for path in had.keys() & has.keys():
@@ -149,7 +158,14 @@ def test_the_layers_are_those_of_the_checkpoint_and_the_head_is_drawn(base, rewa
 
 @pytest.mark.catches("new-head-is-frozen")
 @pytest.mark.catches("new-head-has-an-adapter")
-def test_beside_an_adapter_the_head_learns_and_both_are_one_model_when_merged(base, rewarding):
+def test_beside_an_adapter_the_head_learns_as_a_whole(base):
+    infos = jax.tree.leaves(started(config_of(base, adapter=ADAPTER)).spec.infos)
+    (head,) = (info for info in infos if info.path.startswith("answers/"))
+    assert head.learns and not head.of_base and head.path == "answers/map/w"
+    assert all(info.of_base != info.learns for info in infos)
+
+
+def test_an_adapter_and_the_head_beside_it_are_one_model_when_merged(base, rewarding):
     held = find_checkpoint(str(rewarding / "adapter"))
     names = {name for name in held.records() if name.startswith("model/params/")}
     assert "model/params/answers/map/w" in names
@@ -202,8 +218,7 @@ def test_beside_an_adapter_alone_all_of_a_checkpoint_is_read(base, tmp_path):
 
 @pytest.mark.catches("new-parts-know-no-seed")
 def test_a_new_head_is_drawn_by_the_seed_of_the_run(base):
-    task, devices = task_of(config_of(base)), jax.devices()[:1]
-    step = task_step(task, settle_task(task, Plan(), devices), devices)
+    step = started(config_of(base))
     origins = origins_of(str(base / "base"), ())
     heads = [
         np.asarray(initial_params(origins, step, seed)["answers"]["map"]["w"][...])
