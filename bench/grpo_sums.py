@@ -8,8 +8,6 @@ processor. Seeds that `--out` holds are not run again.
     python bench/grpo_sums.py [--seeds N] [--out FILE] [--plot FILE]
 """
 
-import argparse
-import json
 import os
 import sys
 import tempfile
@@ -18,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import common
+import seeds
 
 sys.path.insert(0, str(common.REPOSITORY))  # the run is a part of the tests
 
@@ -27,19 +26,9 @@ LOW, HIGH, LONGEST_S = 0.3, 0.9, 300.0
 
 def main() -> int:
     """Run what is new, draw all, and return the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--out", type=Path, default=common.HERE / "results" / "grpo_sums.json")
-    parser.add_argument("--plot", type=Path, default=common.REPOSITORY / "docs" / "grpo_sums.png")
-    args = parser.parse_args()
+    args = seeds.arguments(__doc__.splitlines()[0], "grpo_sums")
     os.environ.setdefault("PYTHONPATH", str(common.REPOSITORY))  # for those who reward
-    facts = json.loads(args.out.read_text("utf-8")) if args.out.exists() else {"seeds": {}}
-    facts["versions"] = common.versions()
-    for seed in range(args.seeds):
-        if str(seed) not in facts["seeds"]:
-            facts["seeds"][str(seed)] = _run(seed)
-            common.write_json(args.out, facts)
-    return _told(facts["seeds"], args.plot)
+    return _told(seeds.measured(args, _run), args.plot)
 
 
 def _run(seed: int) -> dict[str, Any]:
@@ -60,33 +49,19 @@ def _run(seed: int) -> dict[str, Any]:
     }
 
 
-def _told(seeds: dict[str, Any], plot: Path) -> int:
-    rows, fine = [], True
-    for seed, one in seeds.items():
+def _told(found: dict[str, Any], plot: Path) -> int:
+    from colossax.run.plot import smooth
+
+    rows, fine, curves = [], True, {}
+    for seed, one in found.items():
         first, last = _mean(one["rewards"][:BEGINNING]), _mean(one["rewards"][-END:])
         fine &= first <= LOW and last >= HIGH and one["cpu_s"] <= LONGEST_S
         rows.append((seed, f"{first:.3f}", f"{last:.3f}", f"{one['cpu_s']:.0f}"))
+        curves[seed] = range(1, len(one["rewards"]) + 1), smooth(one["rewards"])
     head = ("seed", f"right, first {BEGINNING} steps", f"last {END}", "CPU seconds")
     print(common.table(head, rows))
-    _draw(seeds, plot)
+    seeds.draw(curves, plot, y="share of answers that are right")
     return int(not fine)
-
-
-def _draw(seeds: dict[str, Any], plot: Path) -> None:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    from colossax.run.plot import smooth
-
-    figure = Figure(figsize=(8, 4), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    for seed, one in seeds.items():
-        axes.plot(range(1, len(one["rewards"]) + 1), smooth(one["rewards"]), label=f"seed {seed}")
-    axes.set(xlabel="step", ylabel="share of answers that are right", ylim=(0, 1))
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
-    figure.savefig(plot)
 
 
 def _mean(values: list[float]) -> float:

@@ -2,6 +2,9 @@
 
 import dataclasses
 import json
+import os
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -31,8 +34,9 @@ from colossax.run.initial import initial_params
 from colossax.run.origins import origins_of
 from colossax.tasks import next_token_loss, task_of
 from colossax.tasks.posttraining.rewards.judge import Judge
+from tests.launching import ROOT
 from tests.serve.fake import TOKENIZER
-from tests.tasks.posttraining import arithmetic
+from tests.tasks.posttraining import arithmetic, statements
 from tests.tasks.small_text import changed, ran
 
 MODEL = LlamaConfig(
@@ -316,3 +320,16 @@ def test_a_model_learns_from_what_a_judge_says(base, rewarding, tmp_path):
     assert len(one) == 2 and one[0] != 0
     np.testing.assert_allclose(other, one, rtol=1e-4)
     assert twice[0] == pytest.approx(2 * one[0], rel=1e-6)
+
+
+@pytest.mark.sweep
+def test_statements_are_told_from_their_words_in_another_order(tmp_path):
+    """One of the five seeds of bench/reward_statements.py, in fewer steps."""
+    words = (sys.executable, "-m", statements.__name__, str(tmp_path), "120", "3")
+    environment = {**os.environ, "XLA_FLAGS": "", "PYTHONPATH": str(ROOT)}  # one device
+    told = subprocess.run(
+        words, cwd=ROOT, env=environment, capture_output=True, text=True, check=True
+    )
+    final = json.loads(told.stdout.splitlines()[-1])
+    assert final["step"] == 120
+    assert final["validation_accuracy"] >= 0.95
