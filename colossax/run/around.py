@@ -65,6 +65,12 @@ class Around:
         """The metrics of all evaluators."""
         return self._run.task.evaluated(self._run.step, state)
 
+    def keep(self, state: TrainState, done: int) -> None:
+        """Save a state and wait for it, unless other processes would have to save it too."""
+        if self._run.group.processes == 1:
+            self.checkpoints.save(state, done)
+            self.finish()
+
     def finish(self) -> None:
         """Wait until everything is on disk, or reported not to be."""
         for checkpoints in (self.checkpoints, *self._apart.values()):

@@ -155,6 +155,7 @@ class Hooks:
         call: Calls the callbacks with `(state, done, metrics, evaluated)`; gives the state to go on
             with, and what is known of it then.
         ended: Says whether one of them ended the run.
+        keep: Saves a state before an error of the batches ends the run, where it can be.
     """
 
     record: Callable[[Record], None]
@@ -165,6 +166,7 @@ class Hooks:
         [TrainState, int, Metrics, Mapping[str, float]], tuple[TrainState, Mapping[str, float]]
     ] = lambda state, done, metrics, evaluated: (state, evaluated)
     ended: Callable[[], bool] = lambda: False
+    keep: Callable[[TrainState, int], None] = lambda state, done: None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -229,8 +231,14 @@ class Loop:
         for index in range(start, self._schedule.steps):
             if not self._gate.enter(index):
                 break
-            with self.meter.waiting():
-                batch = next(batches, None)
+            try:
+                with self.meter.waiting():
+                    batch = next(batches, None)
+            except Exception:
+                self._report(pending)
+                if saved != done and not self.meter.not_finite_in_a_row:
+                    self._hooks.keep(state, done)
+                raise
             if batch is None:
                 self._hooks.progress.note(f"the batches ended after step {done}")
                 break
@@ -340,6 +348,7 @@ def _loop(run: Prepared, around: Around, gate: Gate, screen: Screen, *, skipped:
         progress=screen,
         call=around.callbacks,
         ended=lambda: around.callbacks.ended is not None,
+        keep=around.keep,
     )
     schedule = Schedule(
         steps=config.steps,

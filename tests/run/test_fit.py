@@ -159,6 +159,36 @@ def test_a_list_is_begun_again_and_an_iterator_that_ends_ends_the_run(tmp_path, 
     assert evaluations(tmp_path / "iterator") == {2: outcome.final["r2"]}
 
 
+@pytest.mark.catches("done-is-lost-with-its-batches")
+@pytest.mark.catches("error-of-batches-ends-well")
+@pytest.mark.catches("last-step-is-not-told")
+def test_what_is_done_is_saved_before_an_error_of_the_batches_ends_the_run(whole, tmp_path):
+    def broken(number):
+        if number == 3:
+            raise OSError("the disk is gone")
+        return rows(number)
+
+    with pytest.raises(OSError, match="the disk is gone"):
+        fitted(tmp_path, broken)
+    assert sorted(losses(tmp_path)) == [1, 2, 3]
+    assert Checkpointer(tmp_path / "checkpoints").latest() == 3
+    fitted(tmp_path, rows, resume=True)
+    assert losses(tmp_path) == losses(whole[0])
+
+
+@pytest.mark.catches("skipped-steps-are-kept")
+def test_skipped_steps_are_not_saved_for_an_error_of_the_batches(tmp_path):
+    def broken(number):
+        if number == 3:
+            raise OSError("the disk is gone")
+        batch = rows(number)
+        return {**batch, "x": batch["x"] * (np.nan if number == 2 else 1)}
+
+    with pytest.raises(OSError, match="the disk is gone"):
+        fitted(tmp_path, broken, validate_every=0)
+    assert Checkpointer(tmp_path / "checkpoints").latest() is None
+
+
 @pytest.mark.catches("fit-skips-for-ever")
 def test_so_many_skipped_steps_as_are_asked_for_end_it_with_a_failure(tmp_path):
     def broken(number):

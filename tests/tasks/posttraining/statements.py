@@ -4,6 +4,7 @@ python -m tests.tasks.posttraining.statements FOLDER STEPS SEED
 """
 
 import ast
+import dataclasses
 import io
 import json
 import random
@@ -16,7 +17,7 @@ from colossax.config import Plan, Precision
 from colossax.recipes import recipe
 from tests.tasks.small_text import changed, ran
 
-TEXT_STEPS, EVERY = 60, 25
+TEXT_STEPS, EVERY = 100, 50
 """Of next tokens, before rewards are learned; from one validation to the next."""
 
 _NO_WORDS = {
@@ -70,7 +71,10 @@ def _pair(draw, before, behind):
 
 def learned(folder, steps, seed):
     """The final record of a run that learned rewards from them, its model taught text before."""
-    config = recipe("llama_tiny").replace(steps=TEXT_STEPS, seed=seed, validate_every=0)
+    config = recipe("llama_tiny")
+    model = dataclasses.replace(config.model, embed=64, layers=3, heads=4, kv_heads=2, mlp=192)
+    config = config.replace(model=model, steps=TEXT_STEPS, seed=seed, validate_every=0)
+    config = changed(config, "optimizer", peak_lr=3e-3)
     ran(config.replace(plan=Plan(precision=Precision())), folder / "text")
     path = folder / "pairs.jsonl"
     path.write_text("".join(json.dumps(one) + "\n" for one in pairs(seed)))
@@ -80,7 +84,7 @@ def learned(folder, steps, seed):
     start = start.replace(plan=Plan(precision=Precision()), validate_every=EVERY)
     held_out = {"validation_fraction": 0.1, "validation_batches": 40}
     start = changed(start, "data", path=str(path), seq_len=256, global_batch=8, **held_out)
-    return ran(changed(start, "optimizer", peak_lr=1e-3, warmup=10), folder / "reward")
+    return ran(changed(start, "optimizer", peak_lr=2e-3, warmup=10), folder / "reward")
 
 
 if __name__ == "__main__":
