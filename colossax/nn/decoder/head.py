@@ -185,6 +185,6 @@ def check_vocabulary(config: DecoderConfig) -> None:
     """
     if config.head is not None:
         raise InputError(
-            f"model.head: {config.head} stands where logits of the vocabulary are asked for; leave"
-            " head out, or use the loss of such a head"
+            f"model.head: {config.head} stands where logits of the vocabulary are asked for, so it"
+            " writes no text; give a language model, or use the loss of such a head"
         )

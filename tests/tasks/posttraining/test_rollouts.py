@@ -1,5 +1,6 @@
 """Answers of the model in training: what is drawn, rewarded and learned; runs of it on any mesh."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -15,7 +16,7 @@ from colossax.errors import DataError, InputError
 from colossax.inference.generator import Generation
 from colossax.inference.several import several
 from colossax.models import LlamaConfig, maker, params_of_tree, write_checkpoint
-from colossax.nn import AdapterConfig
+from colossax.nn import AdapterConfig, HeadConfig
 from colossax.optim import adamw
 from colossax.planner import build_step
 from colossax.planner.task_step import settle_task, task_step
@@ -39,6 +40,11 @@ GROUP, ROWS, DOCUMENTS, LONGEST = 4, 8, 2, 6
 def share(answers):
     """How much of an answer is small letters."""
     return [sum(x.islower() for x in one.text) / LONGEST for one in answers]
+
+
+def weighed(answers):
+    """That, and what a judge says."""
+    return [one.judged + letters for one, letters in zip(answers, share(answers), strict=True)]
 
 
 def odd(answers):
@@ -317,12 +323,19 @@ def test_a_run_goes_on_with_other_seats_and_is_told_its_reward_once_more(base, t
 
 @pytest.mark.sweep
 def test_two_processes_are_as_one(base, tmp_path):
-    """Both write, by one engine over all devices; the first rewards."""
+    """Both write, by one engine over all devices, and both judge; the first rewards."""
+    model = dataclasses.replace(MODEL, head=HeadConfig(outputs=1, pool="last", bias=False))
+    one = build_step(
+        maker(model), adamw(1e-3), next_token_loss(), Plan(), devices=jax.devices()[:1]
+    )
+    params = params_of_tree(model, one.init(seed=2)["params"])
+    write_checkpoint(params, tmp_path / "judge", {"tokenizer": TOKENIZER.to_json()})
     small = (
         "grpo",
         f"--init={base / 'base'}",
         f"--objective.template={base / 'plain.jinja'}",
-        f"--rollout.rewards={__name__}:share",
+        f"--rollout.rewards={__name__}:weighed",
+        f"--rollout.judge={tmp_path / 'judge'}",
         f"--rollout.max_tokens={LONGEST}",
         f"--rollout.group={GROUP}",
         "--objective.documents=2",
