@@ -39,8 +39,8 @@ Curve = tuple[Sequence[int], Sequence[float]]
 """Steps, and a share after each."""
 
 
-def draw(curves: Mapping[str, Curve], plot: Path, *, y: str) -> None:
-    """A curve of each seed into a file."""
+def draw(curves: Mapping[str, Curve], plot: Path, *, y: str, chance: float = 0.0) -> None:
+    """A curve of each seed into a file, from what chance would be right up."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -49,7 +49,7 @@ def draw(curves: Mapping[str, Curve], plot: Path, *, y: str) -> None:
     axes = figure.subplots()
     for seed, (steps, shares) in curves.items():
         axes.plot(steps, shares, label=f"seed {seed}")
-    axes.set(xlabel="step", ylabel=y, ylim=(0, 1))
+    axes.set(xlabel="step", ylabel=y, ylim=(chance, 1))
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
     figure.savefig(plot)
