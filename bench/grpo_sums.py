@@ -28,7 +28,8 @@ def main() -> int:
     """Run what is new, draw all, and return the exit code."""
     args = seeds.arguments(__doc__.splitlines()[0], "grpo_sums")
     os.environ.setdefault("PYTHONPATH", str(common.REPOSITORY))  # for those who reward
-    return _told(seeds.measured(args, _run), args.plot)
+    found = seeds.measured(args, _run, lambda one: len(one["rewards"]) == STEPS)
+    return _told(found, args.plot)
 
 
 def _run(seed: int) -> dict[str, Any]:

@@ -30,7 +30,7 @@ def main() -> int:
     from tests.tasks.posttraining import statements
 
     args = seeds.arguments(__doc__.splitlines()[0], "reward_statements")
-    found = seeds.measured(args, _run)
+    found = seeds.measured(args, _run, lambda one: one["steps"][-1] == STEPS)
     rows, fine = [], True
     for seed, one in found.items():
         first, *_, last = one["right"]

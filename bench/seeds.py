@@ -24,9 +24,17 @@ def arguments(about: str, name: str) -> argparse.Namespace:
     return parser.parse_args()
 
 
-def measured(args: argparse.Namespace, run: Callable[[int], dict[str, Any]]) -> dict[str, Any]:
-    """Figures of each seed, by its number as text; those that the file holds are not made again."""
+def measured(
+    args: argparse.Namespace,
+    run: Callable[[int], dict[str, Any]],
+    whole: Callable[[dict[str, Any]], bool],
+) -> dict[str, Any]:
+    """Figures of each seed, by its number as text.
+
+    Those that the file holds and that are `whole`, of as many steps, are not made again.
+    """
     facts = json.loads(args.out.read_text("utf-8")) if args.out.exists() else {"seeds": {}}
+    facts["seeds"] = {seed: one for seed, one in facts["seeds"].items() if whole(one)}
     facts["versions"] = common.versions()
     for seed in range(args.seeds):
         if str(seed) not in facts["seeds"]:

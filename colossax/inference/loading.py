@@ -345,8 +345,8 @@ def open_checkpoint(
     if adapter is not None:
         if learned_head(reader):
             raise InputError(
-                f"{where} is of an adapter and of a head that learned beside it, which are not read"
-                " so; give the model that colossax export --merge --as-checkpoint writes"
+                f"{where} is of an adapter and of a head that learned beside it; give the model"
+                " that colossax export --merge --as-checkpoint writes"
             )
         beside = base_of(reader, base)
     tokenizer = tokenizer_of(documents.get("tokenizer"), model.decoder().vocab, where)

@@ -238,7 +238,8 @@ def initial_params(
         }
         own = [info for info in infos if (info.model or MODEL) == name]
         origin.check_all_read(own)
-        new_head = any(is_drawn(info) for info in own if info.own_path.startswith(f"{OWN_HEAD}/"))
+        head = [info for info in own if info.own_path.startswith(f"{OWN_HEAD}/")]
+        new_head = any(origin.holding(info).lacks(info) for info in head)
         if new_head:
             origin.check_but_head(own)
         read = _read(origin, step, list(stored.values()), exact=not (origin.base or new_head))

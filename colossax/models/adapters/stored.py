@@ -80,7 +80,7 @@ class StoredAdapter:
         """How matrices of the base were kept while the adapter learned, by path; else nothing."""
         return {
             info.stood_at: info.quantised.of
-            for info in _described(self.base.config, self.adapter, False).values()
+            for info in _described(self.config, self.adapter, self.head is not None).values()
             if info.quantised is not None and info.stood_at
         }
 
@@ -135,8 +135,9 @@ def _described(config: Any, adapter: AdapterConfig, new_head: bool) -> dict[str,
 
 
 def learned_head(reader: RecordReader) -> bool:
-    """Whether a checkpoint of an adapter holds its model's own head as well."""
-    return any(name.startswith(f"{PARAMS}/{OWN_HEAD}/") for name in reader.records())
+    """Whether a checkpoint of an adapter holds its model's own head too, and no pairs beside it."""
+    own = (name for name in reader.records() if name.startswith(f"{PARAMS}/{OWN_HEAD}/"))
+    return any(name.rpartition("/")[2] not in (DOWN, UP, STRETCH) for name in own)
 
 
 def with_parts(w: np.ndarray, parts: Mapping[str, np.ndarray], scale: float) -> np.ndarray:

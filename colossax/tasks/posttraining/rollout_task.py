@@ -1,4 +1,4 @@
-"""A run that learns from answers of its own, rewarded by a function."""
+"""A run that learns from answers of its own, rewarded by a function or a model."""
 
 import dataclasses
 import functools
@@ -18,6 +18,7 @@ from colossax.tasks.posttraining.config import check_rollouts
 from colossax.tasks.posttraining.conversations import identified, kept_documents
 from colossax.tasks.posttraining.policy import ADVANTAGES, ENGINE_LOGPS, policy_loss
 from colossax.tasks.posttraining.reference import reference_options
+from colossax.tasks.posttraining.rewards.judge import Judge
 from colossax.tasks.posttraining.rollouts import ROW_DIMS, Rollouts
 from colossax.tasks.task import Task
 from colossax.typing import TEXT_BATCH_DIMS, TrainState
@@ -44,20 +45,27 @@ def with_rollouts(
         InputError: See `check_rollouts`.
     """
     check_rollouts(config)
+    judge = config.rollout.judge
 
     @functools.cache
     def opened() -> Asked:
         found = open_prompts(config, group)
-        group.together(rollouts.check)
+        step = None if judge is None else group.from_first(lambda: Judge(judge).step)
+        group.together(lambda: rollouts.check(step))
         return found
 
     rollouts = Rollouts(config, opened, group)
     # Where and by how many answers are written and judged changes none of them.
     deciding = ("rewards", "group", "max_tokens", "scaled", "failed")
-    more = {name: to_json(getattr(config, name)) for name in ("objective", "policy")}
-    more["rollout"] = {name: getattr(config.rollout, name) for name in deciding}
-    if config.rollout.judge is not None:
-        more["rollout"]["judge"] = config.rollout.judge
+    more: dict[str, Any] = {
+        "objective": {**to_json(config.objective), "margin": config.objective.ahead},
+        "policy": to_json(config.policy),
+        "rollout": {name: getattr(config.rollout, name) for name in deciding},
+    }
+
+    def asked() -> dict[str, Any]:
+        found = identified(opened(), identity, more)
+        return found if judge is None else {**found, "rollout.judge": [judge, rollouts.judged_at]}
 
     return dataclasses.replace(
         task,
@@ -72,7 +80,7 @@ def with_rollouts(
         unit="reward",
         drawn=("reward", VALIDATION_REWARD),
         baselines=dict,
-        identity=lambda: identified(opened(), identity, more),
+        identity=asked,
         documents=lambda: kept_documents(config, opened()),
         introduction=lambda: [f"data: {line}" for line in opened().description],
         conclusion=_conclusion,

@@ -89,7 +89,7 @@ class Rollouts(Callback):
     Args:
         config: The run.
         opened: Gives the prompts, read once.
-        group: The processes that train; all write, the first one rewards.
+        group: The processes that train; all write and judge, a function is asked by the first one.
 
     Cost: a forward pass of each token that is read, and one of all seats for each token that is
     said; a cache of `seats` answers while that goes on.
@@ -110,7 +110,7 @@ class Rollouts(Callback):
         """The parameters that the first answers are given by."""
         self._params, self._made = state["params"], None
         rest = {name: x for name, x in state.items() if name != "params"}
-        held = None if self._judge is None else self._judge.load(self._devices(step))
+        held = self._group.together(lambda: self._loaded(step))
         self._beside = device_bytes((rest, held))
 
     def __call__(self, now: Any) -> None:
@@ -129,8 +129,11 @@ class Rollouts(Callback):
                     f" judged ({judged.said})"
                 )
 
-    def check(self) -> None:
+    def check(self, judge_step: int | None = None) -> None:
         """Refuse a function that is none, and a judge that tells no rewards.
+
+        Args:
+            judge_step: Which of a judge's checkpoints; None: the latest.
 
         Raises:
             InputError: That, or nothing says what answers are worth.
@@ -143,13 +146,18 @@ class Rollouts(Callback):
                 " model that tells it, with --rollout.judge"
             )
         if rollout.judge is not None:
-            self._judge = Judge(rollout.judge)
+            self._judge = Judge(rollout.judge, judge_step)
         if self._group.first and rollout.rewards is not None:
             self._begun(workers=1).close()
 
-    @staticmethod
-    def _devices(step: Step) -> list[jax.Device]:
-        return [*step.bound.mesh.devices.flat]
+    @property
+    def judged_at(self) -> int | None:
+        """The step of the judge's checkpoint, where there is one."""
+        return None if self._judge is None else self._judge.step
+
+    def _loaded(self, step: Step) -> Any:
+        """The judge's parameters, on the devices that train; None where there is no judge."""
+        return None if self._judge is None else self._judge.load([*step.bound.mesh.devices.flat])
 
     def _begun(self, workers: int) -> RewardWorkers:
         rollout = self._config.rollout
@@ -221,7 +229,7 @@ class Rollouts(Callback):
         texts = [
             opened.tokenizer.decode(one.tokens[:-1] if one.ended else one.tokens) for one in found
         ]
-        rewards, failures, said = self._worth(step, prompts, texts)
+        rewards, failures, said = self._worth(step, prompts, texts, [one.ended for one in found])
         return Judged(
             prompts=prompts,
             tokens=[one.tokens for one in found],
@@ -234,15 +242,16 @@ class Rollouts(Callback):
         )
 
     def _worth(
-        self, step: Step, prompts: Sequence[Prompt], texts: Sequence[str]
+        self, step: Step, prompts: Sequence[Prompt], texts: Sequence[str], ended: Sequence[bool]
     ) -> tuple[list[float], dict[str, int], str]:
         """What each answer is worth; how many could not be judged by why, and of one what is told.
 
-        A model judges on all processes together, a function on the first.
+        A model judges on all processes together, a function on the first, which is told what the
+        model says and has the last word.
         """
         judged = None
         if self._judge is not None:
-            self._judge.load(self._devices(step))
+            self._loaded(step)
             judged = self._judge(prompts, texts)
         if self._config.rollout.rewards is None:
             assert judged is not None, "checked when the prompts were opened"
@@ -250,14 +259,11 @@ class Rollouts(Callback):
             return worth.tolist(), dict(judged.failures), judged.said
         numbers = [None] * len(texts) if judged is None else _or_none(judged.values)
         answers = [
-            Answer(text=text, prompt=prompt.messages, record=prompt.record, judged=number)
-            for prompt, text, number in zip(prompts, texts, numbers, strict=True)
+            Answer(text=text, prompt=one.messages, record=one.record, judged=number, ended=whole)
+            for one, text, number, whole in zip(prompts, texts, numbers, ended, strict=True)
         ]
         rewards, failures, said = self._group.from_first_in_a_run(lambda: self._rewarded(answers))
-        if judged is None:
-            return rewards, failures, said
-        both = collections.Counter(failures) + collections.Counter(judged.failures)
-        return rewards, dict(both), said or judged.said
+        return rewards, failures, said
 
     def _rewarded(self, answers: Sequence[Answer]) -> list[Any]:
         if self._workers is not None:

@@ -10,7 +10,7 @@ import pytest
 
 from colossax.config import BatchConfig, LossConfig, OffloadConfig, Plan, Segment, preset
 from colossax.models import LlamaConfig, maker
-from colossax.nn import AdapterConfig, HeadConfig, with_adapter
+from colossax.nn import AdapterConfig, HeadConfig, with_adapter, with_new_head
 from colossax.optim import sgd
 from colossax.planner import build_step
 from colossax.tasks import (
@@ -114,7 +114,8 @@ def step_of(name, plan):
     if not options:
         head = HeadConfig(outputs=1, pool="last", bias=False) if name == "reward" else None
         config = dataclasses.replace(CONFIG, head=head)
-        return build_step(maker(config), sgd(0.5), loss, plan, devices=devices)
+        make_model = with_new_head(maker(config)) if head else maker(config)
+        return build_step(make_model, sgd(0.5), loss, plan, devices=devices)
     return build_step(makers(name), sgd(0.5), loss, plan, devices=devices, **options)
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from colossax.checkpoint import find_checkpoint
+from colossax.checkpoint import RecordReader, find_checkpoint
 from colossax.config import Plan, Precision
 from colossax.data.chats.prompts import Prompt
 from colossax.errors import CheckpointError, InputError
@@ -23,6 +23,7 @@ from colossax.models import (
     write_checkpoint,
 )
 from colossax.models.adapters.peft import export_peft
+from colossax.models.adapters.stored import learned_head
 from colossax.models.hf import copy_checkpoint, export_checkpoint
 from colossax.models.parameters import params_of_checkpoint
 from colossax.nn import AdapterConfig, HeadConfig, with_new_head
@@ -34,7 +35,7 @@ from colossax.run.initial import initial_params
 from colossax.run.origins import origins_of
 from colossax.tasks import next_token_loss, task_of
 from colossax.tasks.posttraining.rewards.judge import Judge
-from tests.launching import ROOT
+from tests.launching import ROOT, metrics
 from tests.serve.fake import TOKENIZER
 from tests.tasks.posttraining import arithmetic, statements
 from tests.tasks.small_text import changed, ran
@@ -87,6 +88,7 @@ def rewarding(base, tmp_path_factory):
     folder = tmp_path_factory.mktemp("rewarding")
     ran(config_of(base), folder / "whole")
     ran(config_of(base, adapter=ADAPTER), folder / "adapter")
+    ran(config_of(base, adapter=ADAPTER, init=str(folder / "whole")), folder / "both")
     return folder
 
 
@@ -169,22 +171,40 @@ def test_beside_an_adapter_the_head_learns_as_a_whole(base):
     assert all(info.of_base != info.learns for info in infos)
 
 
-def test_an_adapter_and_the_head_beside_it_are_one_model_when_merged(base, rewarding):
-    held = find_checkpoint(str(rewarding / "adapter"))
+@pytest.mark.slow
+def test_a_run_of_an_adapter_and_a_head_goes_on(base, tmp_path):
+    config = config_of(base, adapter=ADAPTER, steps=4)
+    ran(config, tmp_path / "whole")
+    for steps in (2, 4):
+        ran(config.replace(steps=steps), tmp_path / "parts", resume="auto")
+    whole, parts = (
+        [loss or held_out for _, loss, held_out in metrics(tmp_path / name)]
+        for name in ("whole", "parts")
+    )
+    np.testing.assert_allclose([parts[0], parts[-1]], [whole[0], whole[-1]], rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["adapter", "both"])
+@pytest.mark.catches("head-of-a-base-is-adapted")
+@pytest.mark.catches("head-of-a-base-is-merged")
+def test_an_adapter_and_the_head_beside_it_are_one_model_when_merged(name, base, rewarding):
+    """Also where the model rewarded before."""
+    held = find_checkpoint(str(rewarding / name))
     names = {name for name in held.records() if name.startswith("model/params/")}
     assert "model/params/answers/map/w" in names
     assert all("/down" in name or "/up" in name for name in names - {"model/params/answers/map/w"})
-    copy_checkpoint(rewarding / "adapter", rewarding / "merged")
-    merged = open_checkpoint(rewarding / "merged")
+    copy_checkpoint(rewarding / name, rewarding / f"{name} merged")
+    merged = open_checkpoint(rewarding / f"{name} merged")
     assert merged.model.head == REWARD
-    final = json.loads((rewarding / "adapter" / "metrics.jsonl").read_text().splitlines()[-1])
+    final = json.loads((rewarding / name / "metrics.jsonl").read_text().splitlines()[-1])
     again = ran(
-        changed(config_of(base, init=str(rewarding / "merged")), "optimizer", peak_lr=0.0),
-        rewarding / "again",
+        changed(config_of(base, init=str(rewarding / f"{name} merged")), "optimizer", peak_lr=0.0),
+        rewarding / f"{name} again",
     )
     assert again["validation_loss"] == pytest.approx(final["validation_loss"], rel=1e-5)
 
 
+@pytest.mark.catches("pairs-of-peft-leave-a-head-out")
 def test_what_has_no_place_for_a_head_says_so(base, rewarding, tmp_path):
     with pytest.raises(InputError, match="own head learned as a whole.*with --merge"):
         export_peft(rewarding / "adapter", tmp_path / "peft")
@@ -273,6 +293,28 @@ def test_a_judge_says_what_the_model_says_of_prompt_and_answer(rewarding):
     assert not found.failures and len(set(wanted)) == 3
 
 
+@pytest.mark.catches("alike-answers-are-read-again")
+def test_answers_that_are_alike_are_worth_the_same(rewarding):
+    """To the last bit, wherever they stand in a row: what differs by rounding would be learned."""
+    judge = Judge(str(rewarding / "whole"))
+    judge._stored = dataclasses.replace(judge._stored, precision=Precision(compute="bfloat16"))
+    judge.load(jax.devices())
+    texts = ["2", "7 or 8"] * 12
+    found = judge(prompts(*["1+1="] * 24), texts)
+    assert len(set(found.values[::2])) == len(set(found.values[1::2])) == 1
+    assert found.values[0] != found.values[1]
+
+
+@pytest.mark.catches("devices-that-divide-nothing")
+def test_a_judge_is_whole_on_devices_that_do_not_divide_it(rewarding):
+    found = []
+    for count in (1, 3):
+        judge = Judge(str(rewarding / "whole"))
+        judge.load(jax.devices()[:count])
+        found.append(judge(prompts("1+1=", "2+2="), ["2", "5"]).values)
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-5)
+
+
 def test_answers_that_a_judge_cannot_read_are_counted(rewarding):
     judge = Judge(str(rewarding / "whole"))
     judge.load(jax.devices())
@@ -285,6 +327,30 @@ def test_answers_that_a_judge_cannot_read_are_counted(rewarding):
 def test_a_judge_that_tells_no_reward_is_refused(base):
     with pytest.raises(InputError, match="rollout.judge: the model of .* tells the next token"):
         Judge(str(base / "base"))
+    with pytest.raises(CheckpointError, match="rollout.judge: .* does not exist"):
+        Judge(str(base / "none"))
+
+
+def test_an_adapter_that_rewards_is_no_judge_before_it_is_merged(rewarding):
+    with pytest.raises(InputError, match="rollout.judge: .* colossax export --merge"):
+        Judge(str(rewarding / "adapter"))
+
+
+class Records(RecordReader):
+    """Of a checkpoint that is not there."""
+
+    def __init__(self, *names):
+        self._names = dict.fromkeys((f"model/params/answers/map/{name}" for name in names), None)
+
+    def records(self):
+        return self._names
+
+
+@pytest.mark.catches("any-part-of-a-head-is-a-head")
+def test_an_adapter_of_a_head_that_is_there_is_no_new_head():
+    """Pairs beside the matrix of a model that has the head already."""
+    assert not learned_head(Records("w/down", "w/up", "w/stretch"))
+    assert learned_head(Records("w")) and learned_head(Records("w", "b"))
 
 
 def doubled(answers):
@@ -292,19 +358,37 @@ def doubled(answers):
     return [2 * one.judged for one in answers]
 
 
+def answering(base, rewarding, folder):
+    """A run of two steps that learns from what a judge says."""
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(one) + "\n" for one in PAIRS))
+    config = recipe("grpo").replace(model=MODEL, init=str(base / "base"), steps=2)
+    config = config.replace(plan=Plan(precision=Precision()))
+    path = str(folder / "prompts.jsonl")
+    config = changed(config, "data", path=path, seq_len=32, global_batch=8, validation_batches=1)
+    config = changed(config, "objective", documents=2, template=str(base / "plain.jinja"))
+    judge = str(rewarding / "whole")
+    return changed(config, "rollout", judge=judge, group=4, max_tokens=6, workers=1)
+
+
+@pytest.mark.catches("judge-is-no-identity")
+def test_which_run_it_is(base, rewarding, tmp_path):
+    """A judge by the step of its checkpoint; an objective as runs without margins have it."""
+    config = answering(base, rewarding, tmp_path)
+    found = task_of(config).identity()
+    assert found["rollout.judge"] == [str(rewarding / "whole"), 2]
+    assert found["objective"]["margin"] == 1.0
+    alone = changed(config, "rollout", judge=None, rewards=f"{__name__}:doubled")
+    assert task_of(alone).identity() == {
+        **{name: value for name, value in found.items() if name != "rollout.judge"},
+        "rollout": {**found["rollout"], "rewards": f"{__name__}:doubled"},
+    }
+
+
 @pytest.mark.slow
 @pytest.mark.catches("judge-is-not-told")
 def test_a_model_learns_from_what_a_judge_says(base, rewarding, tmp_path):
     """On any mesh; beside a function the judge's number is what that is told."""
-    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(one) + "\n" for one in PAIRS))
-    config = recipe("grpo").replace(model=MODEL, init=str(base / "base"), steps=2)
-    config = config.replace(plan=Plan(precision=Precision()))
-    path = str(tmp_path / "prompts.jsonl")
-    config = changed(config, "data", path=path, seq_len=32, global_batch=8, validation_batches=1)
-    config = changed(config, "objective", documents=2, template=str(base / "plain.jinja"))
-    config = changed(
-        config, "rollout", judge=str(rewarding / "whole"), group=4, max_tokens=6, workers=1
-    )
+    config = answering(base, rewarding, tmp_path)
     found = []
     for mesh, function in (
         ({"fsdp": 8}, None),

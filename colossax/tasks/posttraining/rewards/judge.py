@@ -7,12 +7,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from colossax.checkpoint import find_checkpoint
+from colossax.config import Plan
 from colossax.data import Chat
 from colossax.data.chats.encoding import chat_template
 from colossax.data.chats.prompts import Prompt
 from colossax.data.chats.template import PLAIN
-from colossax.errors import InputError
+from colossax.errors import InputError, PlanError
 from colossax.models import CHAT_DOCUMENT
 from colossax.tasks.posttraining.rewards.pool import Rewarded
 
@@ -24,18 +24,23 @@ class Judge:
 
     Args:
         path: Its checkpoint.
+        step: Which of its checkpoints; None: the latest.
 
     Raises:
         InputError: It is of a model that tells no reward, or has no tokenizer.
         CheckpointError: There is none.
 
-    Cost: its parameters, and a forward pass of the tokens of prompts and answers.
+    Cost: its parameters, and a forward pass of the tokens of prompts and answers; answers that are
+    alike are read once.
     """
 
-    def __init__(self, path: str):
+    def __init__(self, path: str, step: int | None = None):
         from colossax.inference import open_checkpoint  # what reads is loaded where it does
 
-        self._path, self._stored = path, open_checkpoint(path)
+        try:
+            self._path, self._stored = path, open_checkpoint(path, step=step)
+        except InputError as problem:
+            raise type(problem)(f"rollout.judge: {problem}") from None
         head = getattr(self._stored.model, "head", None)
         if head is None or head.pool is None or head.outputs != 1:
             told = "the next token" if head is None else f"{head}"
@@ -48,7 +53,7 @@ class Judge:
                 f"rollout.judge: '{path}' has no tokenizer; give a checkpoint of colossax train"
                 " reward"
             )
-        chat = Chat.from_json(find_checkpoint(path).document(CHAT_DOCUMENT, dict))
+        chat = Chat.from_json(self._stored.origin[0].document(CHAT_DOCUMENT, dict))
         self._template = chat_template(
             chat.template or PLAIN,
             self._stored.tokenizer,
@@ -57,10 +62,22 @@ class Judge:
         )
         self._embedder: Any = None
 
+    @property
+    def step(self) -> int:
+        """Of its checkpoint."""
+        return self._stored.step
+
     def load(self, devices: Sequence[jax.Device]) -> Any:
-        """Its parameters, read onto the devices at the first call."""
+        """Its parameters, read onto the devices at the first call.
+
+        Where the devices do not divide them each has all.
+        """
         if self._embedder is None:
-            loaded = self._stored.load(devices=devices, unroll=True)
+            plan = Plan(mesh={"data": len(devices)}, precision=self._stored.precision)
+            try:
+                loaded = self._stored.load(devices=devices, unroll=True)
+            except PlanError:
+                loaded = self._stored.load(plan, devices, unroll=True)
             self._embedder, self._params = loaded.embedder(), loaded.params
         return self._params
 
@@ -74,11 +91,12 @@ class Judge:
         values = np.full(len(texts), np.nan)
         failures: collections.Counter[str] = collections.Counter()
         said: list[str] = []
-        waiting: dict[int, int] = {}
+        alike: dict[tuple[int, ...], list[int]] = {}
+        waiting: dict[int, list[int]] = {}
 
-        def fail(why: str, message: str) -> None:
-            failures[why] += 1
-            said.append(message)
+        def fail(why: str, message: str, count: int = 1) -> None:
+            failures[why] += count
+            said.append(f"{self._path}: {message}")
 
         for at, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
             answer = {"role": "assistant", "content": text}
@@ -86,14 +104,16 @@ class Judge:
                 tokens, _ = self._template.told(
                     [*prompt.messages, answer], len(prompt.messages), prompt.tools
                 )
-                waiting[self._embedder.add(tokens)] = at
+                if (known := alike.get(tuple(tokens))) is None:
+                    known = waiting[self._embedder.add(tokens)] = alike[tuple(tokens)] = []
+                known.append(at)
             except InputError as problem:
-                fail("unread", f"{self._path}: {problem}")
+                fail("unread", str(problem))
         while waiting:
             for one in self._embedder.step():
-                at = waiting.pop(one.number)
+                own = waiting.pop(one.number)
                 if one.vector is None:
-                    fail("not finite", f"{self._path}: {one.message}")
+                    fail("not finite", one.message, len(own))
                 else:
-                    values[at] = one.vector[0]
+                    values[own] = one.vector[0]
         return Rewarded(values=values, failures=dict(failures), said=said[0] if said else "")

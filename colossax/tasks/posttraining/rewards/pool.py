@@ -38,8 +38,10 @@ class Rewarded:
     """Rewards of answers.
 
     Attributes:
-        values: float64 `[n]`; of an answer that could not be judged what was said to stand for it.
-        failures: How many could not be judged, by why: `time`, `memory`, `error`, `died`.
+        values: float64 `[n]`; of an answer that could not be judged what was said to stand for it,
+            or NaN where nothing was.
+        failures: How many could not be judged, by why: `time`, `memory`, `error`, `died`; of a
+            judge `unread`, `not finite`.
         said: Of the first of those, for people; empty where there is none.
     """
 
