@@ -295,14 +295,14 @@ def test_a_judge_says_what_the_model_says_of_prompt_and_answer(rewarding):
 
 @pytest.mark.catches("alike-answers-are-read-again")
 def test_answers_that_are_alike_are_worth_the_same(rewarding):
-    """To the last bit, wherever they stand in a row: what differs by rounding would be learned."""
+    """To the last bit, as each is read once: what differs by rounding would be learned."""
     judge = Judge(str(rewarding / "whole"))
-    judge._stored = dataclasses.replace(judge._stored, precision=Precision(compute="bfloat16"))
     judge.load(jax.devices())
     texts = ["2", "7 or 8"] * 12
     found = judge(prompts(*["1+1="] * 24), texts)
     assert len(set(found.values[::2])) == len(set(found.values[1::2])) == 1
     assert found.values[0] != found.values[1]
+    assert judge._embedder.stats.tokens == sum(len(tokens_of("1+1=", one)) for one in texts[:2])
 
 
 @pytest.mark.catches("devices-that-divide-nothing")
