@@ -7,6 +7,7 @@ from colossax.config import nearest
 from colossax.errors import InputError
 from colossax.nn import HeadConfig
 from colossax.nn.config.head import POOLS
+from colossax.nn.config.reading import reads_text_alone
 
 POOLED = tuple(pool for pool in POOLS if pool != "attention")
 """Pools that have no parameters."""
@@ -35,9 +36,7 @@ def with_embedding(model: Any, pool: str, normalise: bool) -> Any:
     """
     if pool not in POOLED:
         raise InputError(f"pool: '{pool}' is unknown{nearest(pool, POOLED)}")
-    config = model.decoder()
-    alone = config.patches is None and config.frames is None and config.vocab
-    if not alone or config.longest_source is not None or not hasattr(model, "head"):
+    if not reads_text_alone(model.decoder()) or not hasattr(model, "head"):
         raise InputError(
             f"model: a {type(model).__name__} reads more than one text, or something else; an"
             " embedding is told by an encoder or a decoder of text"

@@ -8,6 +8,12 @@ if TYPE_CHECKING:
     from colossax.nn.config.decoder import DecoderConfig
 
 
+def reads_text_alone(config: "DecoderConfig") -> bool:
+    """Whether a model reads one row of tokens, and no images, sound or text of a source."""
+    parts = config.patches, config.frames, config.longest_source
+    return bool(config.vocab) and all(part is None for part in parts)
+
+
 def check_reads(config: "DecoderConfig") -> None:
     """Refuse a model that reads nothing, or several things.
 

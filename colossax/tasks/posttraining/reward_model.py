@@ -5,6 +5,7 @@ from typing import Any
 
 from colossax.errors import InputError
 from colossax.nn.config import HeadConfig
+from colossax.nn.config.reading import reads_text_alone
 
 
 def learning_model(config: Any) -> Any:
@@ -27,9 +28,7 @@ def judging(model: Any) -> Any:
     Raises:
         InputError: It does not read text alone, or has a head that tells something else.
     """
-    config = model.decoder()
-    alone = config.patches is None and config.frames is None and config.vocab
-    if not alone or config.longest_source is not None or not hasattr(model, "head"):
+    if not reads_text_alone(model.decoder()) or not hasattr(model, "head"):
         raise InputError(
             f"model: a {type(model).__name__} reads more than one text, or something else; a reward"
             " is told by a decoder of text"

@@ -8,15 +8,10 @@ import random
 import sys
 from pathlib import Path
 
-import jax
-
 from colossax.config import Plan, Precision
-from colossax.models import LlamaConfig, maker, params_of_tree, write_checkpoint
-from colossax.optim import adamw
-from colossax.planner import build_step
+from colossax.models import LlamaConfig
 from colossax.recipes import recipe
-from colossax.tasks import next_token_loss
-from tests.serve.fake import TOKENIZER
+from tests.tasks.posttraining.random_model import write_random
 from tests.tasks.small_text import changed, ran
 
 MODEL = LlamaConfig(
@@ -56,12 +51,10 @@ def write(folder, seed):
     (folder / "plain.jinja").write_text(TEMPLATE)
 
 
-def taught(folder, devices, seed=0):
+def taught(folder, seed=0):
     """Checkpoint of a model that answers, and is right as often as what it was taught."""
     write(folder, seed)
-    step = build_step(maker(MODEL), adamw(1e-3), next_token_loss(), Plan(), devices=devices)
-    params = params_of_tree(MODEL, step.init(seed=seed)["params"])
-    write_checkpoint(params, folder / "base", {"tokenizer": TOKENIZER.to_json()})
+    write_random(MODEL, folder / "base", seed)
     config = recipe("sft").replace(model=MODEL, init=str(folder / "base"), steps=200, seed=seed)
     config = config.replace(plan=Plan(precision=Precision()), validate_every=0)
     config = changed(config, "data", path=str(folder / "said.jsonl"), seq_len=64, global_batch=8)
@@ -92,6 +85,6 @@ def learned(folder, steps, seed):
 
 if __name__ == "__main__":
     given, numbers = Path(sys.argv[1]), [int(word) for word in sys.argv[2:]]
-    taught(given, jax.devices()[:1], numbers[1])
+    taught(given, numbers[1])
     found = learned(given, *numbers)
     print(json.dumps([one["reward"] for one in found]))

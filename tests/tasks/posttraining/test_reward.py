@@ -19,8 +19,6 @@ from colossax.inference import open_checkpoint
 from colossax.models import (
     LlamaConfig,
     maker,
-    params_of_tree,
-    write_checkpoint,
 )
 from colossax.models.adapters.peft import export_peft
 from colossax.models.adapters.stored import learned_head
@@ -38,6 +36,7 @@ from colossax.tasks.posttraining.rewards.judge import Judge
 from tests.launching import ROOT, metrics
 from tests.serve.fake import TOKENIZER
 from tests.tasks.posttraining import arithmetic, statements
+from tests.tasks.posttraining.random_model import write_random
 from tests.tasks.small_text import changed, ran
 
 MODEL = LlamaConfig(
@@ -61,10 +60,7 @@ def cache(tmp_path_factory, monkeypatch):
 def base(tmp_path_factory):
     """A checkpoint of a random language model, pairs, and a template that ends answers."""
     folder = tmp_path_factory.mktemp("base")
-    devices = jax.devices()[:1]
-    step = build_step(maker(MODEL), adamw(1e-3), next_token_loss(), Plan(), devices=devices)
-    params = params_of_tree(MODEL, step.init(seed=1)["params"])
-    write_checkpoint(params, folder / "base", {"tokenizer": TOKENIZER.to_json()})
+    write_random(MODEL, folder / "base")
     (folder / "plain.jinja").write_text(arithmetic.TEMPLATE)
     (folder / "pairs.jsonl").write_text("".join(json.dumps(one) + "\n" for one in PAIRS))
     return folder
@@ -223,10 +219,7 @@ def test_a_checkpoint_that_lacks_more_than_a_head_is_refused(base, tmp_path):
 
 @pytest.mark.catches("head-is-any-part")
 def test_parts_that_are_no_head_are_not_left_out(base, tmp_path):
-    model, devices = dataclasses.replace(MODEL, attention_bias=True), jax.devices()[:1]
-    step = build_step(maker(model), adamw(1e-3), next_token_loss(), Plan(), devices=devices)
-    params = params_of_tree(model, step.init(seed=1)["params"])
-    write_checkpoint(params, tmp_path / "biased", {"tokenizer": TOKENIZER.to_json()})
+    write_random(dataclasses.replace(MODEL, attention_bias=True), tmp_path / "biased")
     with pytest.raises(InputError, match="which the run's model has not; use the model's"):
         ran(config_of(base, init=str(tmp_path / "biased")), tmp_path / "run")
 

@@ -15,19 +15,18 @@ from colossax.config import BatchConfig, Plan, Precision
 from colossax.errors import DataError, InputError
 from colossax.inference.generator import Generation
 from colossax.inference.several import several
-from colossax.models import LlamaConfig, maker, params_of_tree, write_checkpoint
+from colossax.models import LlamaConfig
 from colossax.nn import AdapterConfig, HeadConfig
-from colossax.optim import adamw
-from colossax.planner import build_step
 from colossax.planner.task_step import settle_task, task_step
 from colossax.recipes import recipe
 from colossax.run.calling import StepEnd, Tools
 from colossax.scheduling import EngineRequest, SamplingConfig
-from colossax.tasks import group_advantages, next_token_loss, task_of
+from colossax.tasks import group_advantages, task_of
 from colossax.tasks.posttraining.rollouts import _cut
 from tests.launching import ROOT, pair, run
 from tests.serve.fake import CHATML, TOKENIZER
 from tests.tasks.posttraining import arithmetic
+from tests.tasks.posttraining.random_model import write_random
 from tests.tasks.small_text import changed, ran
 
 MODEL = LlamaConfig(
@@ -68,11 +67,7 @@ def cache(tmp_path_factory, monkeypatch):
 def base(tmp_path_factory):
     """A checkpoint of a random model with a tokenizer of bytes, prompts, a template of no words."""
     folder = tmp_path_factory.mktemp("base")
-    step = build_step(
-        maker(MODEL), adamw(1e-3), next_token_loss(), Plan(), devices=jax.devices()[:1]
-    )
-    params = params_of_tree(MODEL, step.init(seed=1)["params"])
-    write_checkpoint(params, folder / "base", {"tokenizer": TOKENIZER.to_json()})
+    write_random(MODEL, folder / "base")
     (folder / "plain.jinja").write_text(arithmetic.TEMPLATE)
     lines = [
         json.dumps({"prompt": f"{word}{n}", "n": n}) for n in range(9) for word in ("a", "bcd")
@@ -325,11 +320,7 @@ def test_a_run_goes_on_with_other_seats_and_is_told_its_reward_once_more(base, t
 def test_two_processes_are_as_one(base, tmp_path):
     """Both write, by one engine over all devices, and both judge; the first rewards."""
     model = dataclasses.replace(MODEL, head=HeadConfig(outputs=1, pool="last", bias=False))
-    one = build_step(
-        maker(model), adamw(1e-3), next_token_loss(), Plan(), devices=jax.devices()[:1]
-    )
-    params = params_of_tree(model, one.init(seed=2)["params"])
-    write_checkpoint(params, tmp_path / "judge", {"tokenizer": TOKENIZER.to_json()})
+    write_random(model, tmp_path / "judge", seed=2)
     small = (
         "grpo",
         f"--init={base / 'base'}",

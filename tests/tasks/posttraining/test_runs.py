@@ -15,7 +15,7 @@ from colossax.data import Chat
 from colossax.data.chats.template import PLAIN
 from colossax.errors import DataError, InputError
 from colossax.inference import open_checkpoint
-from colossax.models import LlamaConfig, maker, params_of_tree, write_checkpoint
+from colossax.models import LlamaConfig, maker
 from colossax.nn import AdapterConfig
 from colossax.optim import adamw
 from colossax.planner import build_step
@@ -25,6 +25,7 @@ from colossax.tasks import MaskConfig, ObjectiveConfig, next_token_loss, task_of
 from colossax.tasks.config import train_config_from_json, train_config_to_json
 from tests.launching import metrics
 from tests.serve.fake import CHATML, TOKENIZER
+from tests.tasks.posttraining.random_model import write_random
 from tests.tasks.small_text import changed, ran
 
 MODEL = LlamaConfig(
@@ -68,8 +69,7 @@ def cache(tmp_path_factory, monkeypatch):
 def base(tmp_path_factory):
     """A checkpoint of a random model, with a tokenizer of bytes and no template."""
     folder = tmp_path_factory.mktemp("base")
-    params = params_of_tree(MODEL, started().init(seed=1)["params"])
-    write_checkpoint(params, folder, {"tokenizer": TOKENIZER.to_json()})
+    write_random(MODEL, folder)
     return folder
 
 
