@@ -180,6 +180,7 @@ def test_a_run_of_an_adapter_and_a_head_goes_on(base, tmp_path):
     np.testing.assert_allclose([parts[0], parts[-1]], [whole[0], whole[-1]], rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["adapter", "both"])
 @pytest.mark.catches("head-of-a-base-is-adapted")
 @pytest.mark.catches("head-of-a-base-is-merged")
@@ -200,6 +201,7 @@ def test_an_adapter_and_the_head_beside_it_are_one_model_when_merged(name, base,
     assert again["validation_loss"] == pytest.approx(final["validation_loss"], rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.catches("pairs-of-peft-leave-a-head-out")
 def test_what_has_no_place_for_a_head_says_so(base, rewarding, tmp_path):
     with pytest.raises(InputError, match="own head learned as a whole.*with --merge"):
@@ -275,6 +277,7 @@ def prompts(*questions):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.catches("judge-reads-no-answer")
 def test_a_judge_says_what_the_model_says_of_prompt_and_answer(rewarding):
     judge = Judge(str(rewarding / "whole"))
@@ -286,6 +289,7 @@ def test_a_judge_says_what_the_model_says_of_prompt_and_answer(rewarding):
     assert not found.failures and len(set(wanted)) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.catches("alike-answers-are-read-again")
 def test_answers_that_are_alike_are_worth_the_same(rewarding):
     """To the last bit, as each is read once: what differs by rounding would be learned."""
@@ -298,6 +302,7 @@ def test_answers_that_are_alike_are_worth_the_same(rewarding):
     assert judge._embedder.stats.tokens == sum(len(tokens_of("1+1=", one)) for one in texts[:2])
 
 
+@pytest.mark.slow
 @pytest.mark.catches("devices-that-divide-nothing")
 def test_a_judge_is_whole_on_devices_that_do_not_divide_it(rewarding):
     found = []
@@ -308,6 +313,7 @@ def test_a_judge_is_whole_on_devices_that_do_not_divide_it(rewarding):
     np.testing.assert_allclose(found[1], found[0], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_answers_that_a_judge_cannot_read_are_counted(rewarding):
     judge = Judge(str(rewarding / "whole"))
     judge.load(jax.devices())
@@ -324,6 +330,7 @@ def test_a_judge_that_tells_no_reward_is_refused(base):
         Judge(str(base / "none"))
 
 
+@pytest.mark.slow
 def test_an_adapter_that_rewards_is_no_judge_before_it_is_merged(rewarding):
     with pytest.raises(InputError, match="rollout.judge: .* colossax export --merge"):
         Judge(str(rewarding / "adapter"))
@@ -363,6 +370,7 @@ def answering(base, rewarding, folder):
     return changed(config, "rollout", judge=judge, group=4, max_tokens=6, workers=1)
 
 
+@pytest.mark.slow
 @pytest.mark.catches("judge-is-no-identity")
 def test_which_run_it_is(base, rewarding, tmp_path):
     """A judge by the step of its checkpoint; an objective as runs without margins have it."""
