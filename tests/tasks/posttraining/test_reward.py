@@ -378,6 +378,9 @@ def test_which_run_it_is(base, rewarding, tmp_path):
     found = task_of(config).identity()
     assert found["rollout.judge"] == [str(rewarding / "whole"), 2]
     assert found["objective"]["margin"] == 1.0
+    first = str(rewarding / "whole" / "checkpoints" / "2")
+    one = task_of(changed(config, "rollout", judge=first)).identity()
+    assert one["rollout.judge"] == [first, 2]
     alone = changed(config, "rollout", judge=None, rewards=f"{__name__}:doubled")
     assert task_of(alone).identity() == {
         **{name: value for name, value in found.items() if name != "rollout.judge"},

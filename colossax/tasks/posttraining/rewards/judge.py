@@ -38,7 +38,9 @@ class Judge:
         from colossax.inference import open_checkpoint  # what reads is loaded where it does
 
         try:
-            self._path, self._stored = path, open_checkpoint(path, step=step)
+            self._path, self._stored = path, open_checkpoint(path)
+            if step not in (None, self._stored.step):
+                self._stored = open_checkpoint(self._stored.directory, step=step)
         except InputError as problem:
             raise type(problem)(f"rollout.judge: {problem}") from None
         head = getattr(self._stored.model, "head", None)
