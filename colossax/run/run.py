@@ -234,7 +234,7 @@ class Loop:
             try:
                 with self.meter.waiting():
                     batch = next(batches, None)
-            except Exception:
+            except Exception:  # whatever they raise, it goes on up when what is done is saved
                 self._report(pending)
                 if saved != done and not self.meter.not_finite_in_a_row:
                     self._hooks.keep(state, done)

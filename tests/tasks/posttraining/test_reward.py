@@ -51,11 +51,6 @@ PAIRS = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path_factory, monkeypatch):
-    monkeypatch.setenv("COLOSSAX_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
-
-
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
     """A checkpoint of a random language model, pairs, and a template that ends answers."""
@@ -203,6 +198,7 @@ def test_an_adapter_and_the_head_beside_it_are_one_model_when_merged(name, base,
 
 @pytest.mark.slow
 @pytest.mark.catches("pairs-of-peft-leave-a-head-out")
+@pytest.mark.catches("adapters-are-read-without-their-head")
 def test_what_has_no_place_for_a_head_says_so(base, rewarding, tmp_path):
     with pytest.raises(InputError, match="own head learned as a whole.*with --merge"):
         export_peft(rewarding / "adapter", tmp_path / "peft")
@@ -287,6 +283,19 @@ def test_a_judge_says_what_the_model_says_of_prompt_and_answer(rewarding):
     wanted = [worth(rewarding / "whole", tokens_of(*one)) for one in zip(asked, texts, strict=True)]
     np.testing.assert_allclose(found.values, wanted, rtol=1e-5, atol=1e-6)
     assert not found.failures and len(set(wanted)) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.catches("rewards-as-wide-as-states")
+@pytest.mark.catches("rewards-are-no-numbers-of-texts")
+@pytest.mark.catches("rewards-are-embeddings")
+def test_an_embedder_tells_rewards_and_no_server_takes_them_for_embeddings(rewarding):
+    stored = open_checkpoint(rewarding / "whole")
+    texts = [tokens_of("1+1=", one) for one in ("2", "no ")]
+    found = stored.load(unroll=True).embedder().embed(texts)
+    wanted = [[worth(rewarding / "whole", one)] for one in texts]
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+    assert not stored.embeds
 
 
 @pytest.mark.slow

@@ -58,11 +58,6 @@ def nothing(answers):
     return share(answers)[1:]
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path_factory, monkeypatch):
-    monkeypatch.setenv("COLOSSAX_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
-
-
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
     """A checkpoint of a random model with a tokenizer of bytes, prompts, a template of no words."""

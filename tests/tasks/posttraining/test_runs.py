@@ -60,11 +60,6 @@ RECORDS = {
 RECORDS |= dict.fromkeys(("reward", "ipo", "simpo", "orpo"), RECORDS["dpo"])
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path_factory, monkeypatch):
-    monkeypatch.setenv("COLOSSAX_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
-
-
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
     """A checkpoint of a random model, with a tokenizer of bytes and no template."""
