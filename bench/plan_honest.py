@@ -3,8 +3,8 @@
 60 cases are drawn from seeds: a Llama, a GPT-2 or a mixture of small random sizes, 1 to 64 A100,
 H100 or H200, a budget of 0.9 to 2.5 times what the smallest plan needs by formula. Each is planned,
 and the plan that is named is compiled again, from its JSON. Of 12 cases the most rows of a device
-that the planner would find (by formula, corrected by one program, as its search is) are held
-against those that fit, found by compiling row by row. Needs the extra `aot` and no GPU.
+that `largest_microbatch` finds are held against those that fit by doubling and halving; beside them
+stands what the formula says, corrected by one program. Needs the extra `aot` and no GPU.
 
 Cases that `--out` holds are not run again, so the script may be stopped and goes on. Ends with
 status 1 where a plan is over its budget or a largest batch is off by more than one row.
@@ -67,10 +67,12 @@ def _told(facts: dict[str, Any]) -> int:
     named = [one for one in plans if "named" in one]
     over = [one for one in named if one["over"]]
     off = [abs(one["planner"] - one["bisected"]) for one in sizes]
+    formulas = sum(abs(one["formula and a program"] - one["bisected"]) <= 1 for one in sizes)
+    most = max(one["programs"] for one in sizes)
     print(
         f"{len(plans)} cases: {len(named)} plans named, {len(over)} over their budget,"
         f" {len(plans) - len(named)} refused; {len(off)} largest batches, off by {max(off)} rows"
-        " at most"
+        f" at most with {most} programs at most; by formula and one program {formulas} within a row"
     )
     return int(bool(over) or max(off) > 1)
 

@@ -8,6 +8,7 @@ from colossax.aot import Target, parse_target
 from colossax.config import BatchConfig, LossConfig, Plan, Precision, Segment, preset
 from colossax.errors import PlanError
 from colossax.models import GPT2Config, LlamaConfig, MixtralConfig
+from colossax.planner import largest_microbatch
 from colossax.planner.counting.compiled import compiled_task
 from colossax.planner.profiling import profile_task
 from colossax.planner.searching import Subject, plan_run, predict
@@ -108,10 +109,11 @@ def judged(case: Drawn) -> dict[str, Any]:
 
 
 def largest(case: Drawn) -> dict[str, Any]:
-    """Rows of a device at a time that formulas allow, after one compilation, and those that fit.
+    """Rows of a device at a time that are found for a budget, and those that fit by bisection.
 
-    One mesh, layers recomputed, two microbatches. The truth is bisected from there by compiling.
-    The budget is what 20 to 60 rows need by formula.
+    One mesh, layers recomputed, two microbatches. The budget is what 20 to 60 rows need by formula.
+    Beside what `largest_microbatch` finds stands what the formula says once a program of those rows
+    has told how far off it is.
     """
     config, target = case.config, case.target
     rows = random.Random(case.seed).randint(20, 60)
@@ -132,18 +134,24 @@ def largest(case: Drawn) -> dict[str, Any]:
             known[count] = compiled_task(task, plan, target)[1].device_bytes
         return known[count]
 
-    room = budget - (true(rows) - formula(rows))  # as a search that has compiled takes its error
-    found = max((n for n in range(1, 4 * rows) if formula(n) <= room), default=0)
-    low = high = max(found, 1)
-    while low and true(low) > budget:
-        low, high = low - 1, low
-    while high == low or true(high) <= budget:
-        low, high = high, high + 1
+    room = budget - (true(rows) - formula(rows))
+    by_formula = max((n for n in range(1, 4 * rows) if formula(n) <= room), default=0)
+    lines: list[str] = []
+    plan = _plan(config, target, 1)
+    found = largest_microbatch(task_of(config), plan, target, lines.append, room=budget)
+    low, high = 0, 1
+    while true(high) <= budget:
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if true(middle) <= budget else (low, middle)
     return {
         "told": case.told,
         "budget": budget,
         "formula alone": rows,
-        "planner": found,
+        "formula and a program": by_formula,
+        "planner": found or 0,
+        "programs": len(lines),
         "bisected": low,
         "compiled": {str(n): size for n, size in sorted(known.items())},
     }

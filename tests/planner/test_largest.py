@@ -1,5 +1,7 @@
 """The search for the largest microbatch; what it compiles is replaced by a rule."""
 
+from collections.abc import Callable
+
 import jax
 import pytest
 
@@ -56,3 +58,45 @@ def test_microbatches_that_are_given_are_kept(monkeypatch):
     pipeline = PipelineConfig(schedule="gpipe", microbatches=12)
     plan = Plan(mesh={"stage": 4, "fsdp": 2}, pipeline=pipeline, batch=BatchConfig(accumulation=2))
     assert compiled_for(plan, monkeypatch) == 24
+
+
+RULES: dict[str, Callable[[int], float]] = {
+    "a line": lambda rows: 500 + 13.7 * rows,
+    "another moment needs more from 30 rows on": lambda rows: max(900 + 2 * rows, 33.0 * rows),
+    "rounded up by the allocator": lambda rows: 400 + 64 * ((17 * rows + 63) // 64),
+    "the same until nothing fits": lambda rows: 800 if rows < 77 else 10_000,
+    "a square": lambda rows: 10 + rows * rows,
+    "the first row does not fit": lambda rows: 2000 * rows,
+    "rows for nothing up to a thousand": lambda rows: 0.9 * rows,
+}
+
+
+@pytest.mark.catches("largest-stops-at-what-a-line-says")
+@pytest.mark.catches("largest-never-takes-the-middle")
+@pytest.mark.parametrize("name", RULES)
+def test_what_is_found_is_the_most_that_fits_with_few_programs_where_bytes_are_a_line(
+    name, monkeypatch
+):
+    rule, tried = RULES[name], []
+
+    def needed(task, plan, target):
+        tried.append(plan.batch.microbatch)
+        return int(rule(plan.batch.microbatch))
+
+    monkeypatch.setattr(largest, "target_devices", lambda target: jax.devices())
+    monkeypatch.setattr(largest, "_needed_bytes", needed)
+    plan = Plan(mesh={"fsdp": 8})
+    found = largest_microbatch(task_of(recipe("llama_tiny")), plan, TARGET, room=1000.0)
+    most = max((rows for rows in range(1, 2000) if int(rule(rows)) <= 1000), default=None)
+    assert found == most
+    assert len(tried) == len(set(tried))
+    assert len(tried) <= MOST.get(name, 6)
+
+
+MOST = {
+    "another moment needs more from 30 rows on": 11,
+    "the same until nothing fits": 18,
+    "a square": 10,
+    "rows for nothing up to a thousand": 9,
+}
+"""Programs, where more are needed than of a line."""
