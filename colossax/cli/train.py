@@ -40,7 +40,7 @@ from colossax.recipes import (
     recipe_from_file,
 )
 from colossax.run import RunFolder
-from colossax.tasks import TrainConfig, train_config_from_json
+from colossax.tasks import TrainConfig, started_from, train_config_from_json
 
 if TYPE_CHECKING:
     from colossax.processes import Group
@@ -321,8 +321,9 @@ def run_config(config: TrainConfig) -> "RunConfig":
     """What of a configuration says how its task is run."""
     from colossax.run import RunConfig
 
-    names = [field.name for field in dataclasses.fields(RunConfig)]
-    return RunConfig(**{name: getattr(config, name) for name in names})
+    names = {field.name for field in dataclasses.fields(RunConfig)} - {"init"}
+    given = {name: getattr(config, name) for name in names}
+    return RunConfig(**given, init=started_from(config))
 
 
 def _emitter(out: "Stream") -> Callable[[dict[str, Any]], None]:

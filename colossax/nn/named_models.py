@@ -19,6 +19,9 @@ MakeModels = MakeModel | Mapping[str, MakeModel]
 class Models(nnx.Module):
     """Models by name: `models.actor`, or `models["actor"]`.
 
+    One that is named `model` is stored as if it were alone: who reads a checkpoint without asking
+    for a name finds that one.
+
     Each is initialised from a key that its name alone decides, so that it does not matter which
     others there are.
     """
@@ -45,10 +48,10 @@ def make_models(makers: Mapping[str, MakeModel]) -> MakeModel:
     if not makers:
         raise InputError("models: the mapping is empty; give at least one factory by name")
     for name in makers:
-        if not name.isidentifier() or name in ("segments", "model") or hasattr(Models, name):
+        if not name.isidentifier() or name == "segments" or hasattr(Models, name):
             raise InputError(
                 f"models: '{name}' cannot be a model's name; give one such as 'actor', of letters,"
-                " digits and '_', that means nothing to a module or a checkpoint"
+                " digits and '_', that means nothing to a module"
             )
     makers = dict(makers)
     return lambda rngs: Models(makers, rngs=rngs)

@@ -18,6 +18,15 @@ def sft() -> TrainConfig:
     return _post_training("sft", peak_lr=1e-5)
 
 
+def distill() -> TrainConfig:
+    """Teach a checkpoint's model to say of your conversations what a larger one would say.
+
+    `--data` is as `sft` takes it, `--objective.teacher` the checkpoint of the larger one, which has
+    the same tokenizer.
+    """
+    return _post_training("distill", peak_lr=1e-5)
+
+
 def reward() -> TrainConfig:
     """Teach a checkpoint's model to tell what an answer is worth, on pairs as `dpo`.
 

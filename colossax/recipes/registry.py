@@ -15,7 +15,17 @@ from colossax.recipes.large import (
     qwen3_0p6b,
     qwen3_30b_a3b,
 )
-from colossax.recipes.post_training import dpo, grpo, ipo, kto, orpo, reward, sft, simpo
+from colossax.recipes.post_training import (
+    distill,
+    dpo,
+    grpo,
+    ipo,
+    kto,
+    orpo,
+    reward,
+    sft,
+    simpo,
+)
 from colossax.recipes.small import (
     bert_stdlib,
     clip_digits,
@@ -46,6 +56,7 @@ RECIPES: dict[str, Callable[[], TrainConfig]] = {
         whisper_tones,
         finetune,
         sft,
+        distill,
         reward,
         dpo,
         ipo,

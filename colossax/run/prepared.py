@@ -15,7 +15,7 @@ from colossax.errors import InputError
 from colossax.planner.task_step import settle_task, task_step
 from colossax.processes.group import Group
 from colossax.run.lock import RunLock
-from colossax.run.options import RunConfig, RunOptions
+from colossax.run.options import Init, RunConfig, RunOptions
 from colossax.run.origins import Origin, origins_of
 from colossax.run.run_dir import RunFolder, check_identity, find_run_folder
 from colossax.run.sources import settled_source
@@ -74,7 +74,7 @@ class Prepared:
         Raises:
             InputError: One of several models has an adapter, or the target of a drafter has one.
         """
-        if self.config.init is None or not has_adapter(self.step):
+        if self.config.init is None or not has_adapter(self.step, MODEL):
             return {}
         if (target := whole_base(self.step)) is not None:
             origin = self.group.together(self.origins)[target]
@@ -84,10 +84,11 @@ class Prepared:
                     " checkpoint; start from what colossax export --merge --as-checkpoint writes"
                 )
             return {BASE: origin.document(self.folder.checkpoints)}
-        if self.step.spec.model_names:
+        names = self.step.spec.model_names
+        if names and MODEL not in names:
             raise InputError(
                 "adapter: a run trains one of a model that is alone, and this one has"
-                f" {', '.join(self.step.spec.model_names)}; save their states by step.save"
+                f" {', '.join(names)}; save their states by step.save"
             )
         origins = self.group.together(self.origins)
         return {BASE: origins[MODEL].document(self.folder.checkpoints)}
@@ -107,18 +108,41 @@ class Prepared:
         return self.task.asked(self.plan)
 
 
-def has_adapter(step: Step) -> bool:
-    """Whether checkpoints of a step leave frozen parameters out."""
-    return any(info.of_base for info in jax.tree.leaves(step.spec.infos))
+def has_adapter(step: Step, among: str | None = None) -> bool:
+    """Whether checkpoints of a step leave frozen parameters out.
+
+    Args:
+        step: Of the run.
+        among: Of several models, the one that alone counts if it is there.
+    """
+    infos = jax.tree.leaves(step.spec.infos)
+    alone = among in step.spec.model_names
+    return any(info.of_base for info in infos if not alone or info.model == among)
 
 
 def whole_base(step: Step) -> str | None:
-    """Name of the model, of several, that is frozen and left out of checkpoints as a whole."""
+    """Name of the model, of several, that is frozen and left out of checkpoints as a whole.
+
+    Beside one that is stored as if it were alone there is none: what is frozen there is of the
+    run's configuration, and who reads a checkpoint needs none of it.
+    """
     infos = jax.tree.leaves(step.spec.infos)
-    for name in step.spec.model_names:
+    for name in () if MODEL in step.spec.model_names else step.spec.model_names:
         if all(info.of_base or info.noted for info in infos if info.model == name):
             return name
     return None
+
+
+def _check_frozen(step: Step, init: Init | None) -> None:
+    """Refuse frozen models, of several, that would begin random."""
+    if not isinstance(init, Mapping):
+        return
+    frozen = {info.model for info in jax.tree.leaves(step.spec.infos) if info.of_base}
+    if missing := sorted(name for name in frozen - init.keys() if name is not None):
+        raise InputError(
+            f"init: all or a part of '{missing[0]}' is frozen, and it begins random; say by name"
+            " what it starts from"
+        )
 
 
 def settle_folder(name: str, options: RunOptions, group: Group) -> tuple[RunOptions, RunFolder]:
@@ -154,6 +178,7 @@ def prepare(task: Task, config: RunConfig, options: RunOptions, group: Group) ->
             " the checkpoint of a model with --init, such as colossax import writes"
         )
     who = task.identity()
+    _check_frozen(step, config.init)
     if step.disk is not None:
         step.disk.owner = json.dumps(who, sort_keys=True)
     if options.resume:

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from .config import train_config_from_json as train_config_from_json
     from .distillation import distillation_loss as distillation_loss
     from .distillation import distillation_options as distillation_options
+    from .distillation import soft_target_loss as soft_target_loss
+    from .distillation import soft_target_options as soft_target_options
     from .heads import classification_loss as classification_loss
     from .heads import contrastive_loss as contrastive_loss
     from .heads import masked_token_loss as masked_token_loss
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from .posttraining.config import ObjectiveConfig as ObjectiveConfig
     from .posttraining.config import PolicyConfig as PolicyConfig
     from .posttraining.config import RolloutConfig as RolloutConfig
+    from .posttraining.config import started_from as started_from
     from .posttraining.kto import kto_loss as kto_loss
     from .posttraining.kto import kto_options as kto_options
     from .posttraining.pairs import dpo_loss as dpo_loss

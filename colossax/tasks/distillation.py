@@ -1,16 +1,23 @@
 """A student that learns from text and from a frozen teacher."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from colossax.config import above, at_least
+from colossax.config import above, at_least, within
 from colossax.errors import InputError
 from colossax.nn.loss.divergence import kl_divergence
 from colossax.step.loss import Loss, Sums, Terms, any_order
-from colossax.tasks.next_token import at_the_head, hidden_states, moved, next_token_terms
+from colossax.tasks.next_token import (
+    at_the_head,
+    hidden_states,
+    moved,
+    next_token_terms,
+    with_counted,
+)
 from colossax.typing import Batch
 
 STUDENT, TEACHER = "student", "teacher"
@@ -56,22 +63,86 @@ def distillation_loss(
         model, guide = models[student], models[teacher]
         hidden, sums = hidden_states(model, batch, row_keys)
         terms, metrics = next_token_terms(model, hidden, sums, batch, z_loss=z_loss)
-        heads = model.head_weight(), jax.lax.stop_gradient(guide.head_weight())
-        _check_vocabularies(*heads)
-        _check_readouts(model, guide)
-        weights = batch["weights"].astype(jnp.float32)
-        shared, cuts = at_the_head(heads[0].shape, hidden.shape[1])
-        own, told, rows = moved(shared, hidden, batch[_STATES], weights)
-
-        def divergence(own: Array, head: Array) -> Array:
-            return kl_divergence(own, head, told, heads[1], rows, temperature=temperature, **cuts)
-
+        divergence, inputs = _divergence(model, guide, hidden, batch, temperature)
         alpha = variables[_ALPHA]
-        found = jax.lax.cond(alpha > 0, divergence, lambda own, head: jnp.float32(0), own, heads[0])
-        terms["divergence"] = (found, jnp.sum(weights), alpha)
+        found = jax.lax.cond(alpha > 0, divergence, lambda own, head: jnp.float32(0), *inputs)
+        terms["divergence"] = (found, jnp.sum(batch["weights"].astype(jnp.float32)), alpha)
         return terms, metrics
 
     return loss
+
+
+def soft_target_loss(
+    *, text: float = 0.0, temperature: float = 1.0, student: str = STUDENT, teacher: str = TEACHER
+) -> Loss:
+    """`(1 - text) KL(teacher || student) + text CE`, over real targets.
+
+    As `distillation_loss`, but for what does not change in a run; with `soft_target_options()`.
+
+    Args:
+        text: Share of the tokens that are there: 0, the teacher alone; 1, its word counts nothing.
+        temperature: See `distillation_loss`.
+        student: Name of the model that learns.
+        teacher: Name of the one it learns from.
+
+    Raises:
+        InputError: See `distillation_loss`.
+
+    Cost: see there.
+    """
+    within(0, 1).check(text, "text")
+    above(0).check(temperature, "temperature")
+
+    @any_order
+    def loss(models: Any, batch: Batch, row_keys: Array | None = None) -> tuple[Terms, Sums]:
+        model, guide = models[student], models[teacher]
+        hidden, sums = hidden_states(model, batch, row_keys)
+        divergence, inputs = _divergence(model, guide, hidden, batch, temperature)
+        terms: Terms = {}
+        if text < 1:
+            told = jnp.sum(batch["weights"].astype(jnp.float32))
+            terms["divergence"] = (divergence(*inputs), told, 1 - text)
+        if not text:
+            return with_counted(model, batch, sums, terms, {})
+        terms, metrics = next_token_terms(model, hidden, sums, batch, beside=terms)
+        total, count, _ = terms["cross_entropy"]
+        return {**terms, "cross_entropy": (total, count, text)}, metrics
+
+    return loss
+
+
+def soft_target_options(*, teacher: str = TEACHER) -> dict[str, Any]:
+    """Fields of `StepOptions` that `soft_target_loss` asks for.
+
+    Args:
+        teacher: Name of the model that does not learn.
+    """
+
+    def prepare(models: Any, batch: Batch) -> Batch:
+        return {**batch, _STATES: hidden_states(models[teacher], batch)[0]}
+
+    return {
+        "prepare": prepare,
+        "trainable": lambda info: info.model != teacher,
+        "batch_dims": {_STATES: ("batch", "seq", None)},
+    }
+
+
+def _divergence(
+    model: Any, guide: Any, hidden: Array, batch: Batch, temperature: float
+) -> tuple[Callable[[Array, Array], Array], tuple[Array, Array]]:
+    """The sum over real targets, as a function of hidden states and head, and those."""
+    heads = model.head_weight(), jax.lax.stop_gradient(guide.head_weight())
+    _check_vocabularies(*heads)
+    _check_readouts(model, guide)
+    weights = batch["weights"].astype(jnp.float32)
+    shared, cuts = at_the_head(heads[0].shape, hidden.shape[1])
+    own, told, rows = moved(shared, hidden, batch[_STATES], weights)
+
+    def divergence(own: Array, head: Array) -> Array:
+        return kl_divergence(own, head, told, heads[1], rows, temperature=temperature, **cuts)
+
+    return divergence, (own, heads[0])
 
 
 def distillation_options(

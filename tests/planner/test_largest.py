@@ -73,6 +73,8 @@ RULES: dict[str, Callable[[int], float]] = {
 
 @pytest.mark.catches("largest-stops-at-what-a-line-says")
 @pytest.mark.catches("largest-never-takes-the-middle")
+@pytest.mark.catches("largest-doubles")
+@pytest.mark.catches("largest-of-nothing-is-a-row")
 @pytest.mark.parametrize("name", RULES)
 def test_what_is_found_is_the_most_that_fits_with_few_programs_where_bytes_are_a_line(
     name, monkeypatch

@@ -313,7 +313,7 @@ def test_one_optimizer_may_serve_all_layer_by_layer():
         (Critic, OPTIMIZERS, "it names 'actor', and there are 'layers', 'table'"),
         ({}, optax.sgd(1.0), "the mapping is empty"),
         ({"a b": Critic}, optax.sgd(1.0), "'a b' cannot be a model's name"),
-        ({"model": Critic}, optax.sgd(1.0), "'model' cannot be a model's name"),
+        ({"segments": Critic}, optax.sgd(1.0), "'segments' cannot be a model's name"),
         ({"train": Critic}, optax.sgd(1.0), "'train' cannot be a model's name"),
     ],
 )

@@ -7,7 +7,7 @@ import numpy as np
 from colossax import Plan
 from colossax.processes.group import Group
 from colossax.run import RunConfig, RunOptions, train
-from colossax.tasks import task_of
+from colossax.tasks import TrainConfig, started_from, task_of
 from tests.launching import metrics, write_text
 
 
@@ -27,6 +27,8 @@ def ran(config, out, *, resume=False, task=None):
     """What a run's final record says; as the command line does it, but in this process."""
     names = [field.name for field in dataclasses.fields(RunConfig) if hasattr(config, field.name)]
     how = RunConfig(**{name: getattr(config, name) for name in names})
+    if isinstance(config, TrainConfig):
+        how = dataclasses.replace(how, init=started_from(config))
     options = RunOptions(out=str(out), resume=resume, trackers=("json",))
     return train(task or task_of(config), how, options, Group(None, {})).final
 

@@ -12,7 +12,12 @@ from colossax.errors import InputError
 from colossax.models import LlamaConfig, maker
 from colossax.nn import param
 from colossax.planner import boost, build_step
-from colossax.tasks import distillation_loss, distillation_options
+from colossax.tasks import (
+    distillation_loss,
+    distillation_options,
+    soft_target_loss,
+    soft_target_options,
+)
 from tests.oracle import assert_losses_close, assert_trees_close
 from tests.step.test_step import text_batch
 
@@ -86,6 +91,29 @@ def test_it_is_cross_entropy_and_a_divergence_by_hand():
     assert_trees_close(new["params"]["teacher"], params["teacher"], tolerance=0)
 
 
+@pytest.mark.catches("text-beside-the-teacher")
+@pytest.mark.parametrize("text", [0.0, 0.25, 1.0])
+def test_shares_of_the_teacher_and_of_the_text_by_hand(text):
+    loss = soft_target_loss(text=text, temperature=2.0)
+    devices = jax.devices()[:4]
+    step = build_step(MAKERS, optax.sgd(0.5), loss, CUT, devices=devices, **soft_target_options())
+    state = step.init()
+    params = jax.tree.map(np.asarray, state["params"])
+
+    def wanted(student):
+        """Both terms of `by_hand`, from what it gives without and with the second."""
+        alone = by_hand(student, params, 0.0)
+        return text * alone + (1 - text) * (by_hand(student, params, 1.0, 2.0) - alone)
+
+    value, grads = jax.value_and_grad(wanted)(params["student"])
+    new, metrics = step(state, batch())
+    assert_losses_close(metrics["loss"], value)
+    assert ("cross_entropy" in metrics, "divergence" in metrics) == (text > 0, text < 1)
+    moved = jax.tree.map(lambda p, g: p - 0.5 * g, params["student"], grads)
+    assert_trees_close(new["params"]["student"], moved)
+    assert_trees_close(new["params"]["teacher"], params["teacher"], tolerance=0)
+
+
 @pytest.mark.catches("distilled-for-ever")
 def test_after_its_steps_the_student_learns_from_text_alone():
     step = made(alpha=0.7, until=2)
@@ -107,6 +135,8 @@ def test_refusals():
         (lambda: distillation_loss(temperature=0.0), "temperature"),
         (lambda: distillation_options(alpha=-1.0), "alpha"),
         (lambda: distillation_options(until=-1), "until"),
+        (lambda: soft_target_loss(temperature=0.0), "temperature"),
+        (lambda: soft_target_loss(text=1.5), "text"),
     ):
         with pytest.raises(InputError, match=message):
             call()

@@ -15,7 +15,6 @@ from colossax.sharding import batch_axes
 from colossax.step.microbatches import batch_dims
 from colossax.tasks import Task
 
-
 FIRST_STEP = 4
 """Rows of the second program, which tells what a row takes; nor is it guessed further than so many
 times what is known to fit."""
@@ -30,11 +29,12 @@ def largest_microbatch(
 ) -> int | None:
     """The most rows of each device at a time that fit, by compiling; None when not even one does.
 
-    Bytes grow almost by the same with each row, so that the next number of rows that is compiled
-    is where a line through two that are known meets the room; after one that did not halve what is
-    open it is the middle, which keeps the worst case within twice what bisection would compile. What is compiled is a global batch of two microbatches, so that gradients
-    are accumulated as they would be. With stages it has those of `pipeline.microbatches`, or as
-    many as fill the pipeline: of fewer, stages hold less.
+    Bytes grow almost by the same with each row, so that the next number of rows that is compiled is
+    where a line through two that are known meets the room; after one that did not halve what is
+    open it is the middle, which keeps the worst case within twice what bisection would compile.
+    What is compiled is a global batch of two microbatches, so that gradients are accumulated as
+    they would be. With stages it has those of `pipeline.microbatches`, or as many as fill the
+    pipeline: of fewer, stages hold less.
 
     Args:
         task: What is trained; the rows of its global batch are replaced.

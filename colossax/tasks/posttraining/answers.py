@@ -16,10 +16,11 @@ from colossax.tasks.next_token import (
     real_tokens,
     split_vocabulary,
 )
+from colossax.tasks.posttraining.config import LEARNER
 from colossax.typing import Batch
 
-POLICY, REFERENCE = "policy", "reference"
-"""Names of the model that learns and of the frozen one that it is held against."""
+POLICY = "policy"
+"""Name of the model that learns, beside others; in a run it is `LEARNER`."""
 
 REFERENCE_LOGPS = "reference_logps"
 """Array of the prepared batch, `[b, s]`: what the reference says of the tokens that are told."""
@@ -53,18 +54,32 @@ class Answers:
 
 
 def policy_of(models: Any) -> Any:
-    """The model that learns, of several by its name.
+    """The model that learns, of several by its name: `policy`, or in a run `model`.
 
     Raises:
         InputError: None has that name.
     """
     if not isinstance(models, Models):
         return models
-    if POLICY not in models:
+    return named(models, LEARNER if LEARNER in models else POLICY, "that learns")
+
+
+def named(models: Models, name: str, kind: str) -> Any:
+    """One of several models.
+
+    Args:
+        models: All.
+        name: Which.
+        kind: What it is, for people.
+
+    Raises:
+        InputError: None has that name.
+    """
+    if name not in models:
         raise InputError(
-            f"{POLICY}: of the models {sorted(models)} none is it; name the one that learns so"
+            f"{name}: of the models {sorted(models)} none is it; name the one {kind} so"
         )
-    return models[POLICY]
+    return models[name]
 
 
 def told_logps(

@@ -8,6 +8,7 @@ from colossax.config import (
     Count,
     NotNegative,
     Positive,
+    Share,
     at_least,
     check_text,
     check_types,
@@ -15,9 +16,14 @@ from colossax.config import (
 )
 from colossax.errors import InputError
 
+LEARNER, REFERENCE, TEACHER = "model", "reference", "teacher"
+"""Names of a run's models, where there are several: the one that learns, which checkpoints have as
+if it were alone, and the frozen ones that it is held against or learns from."""
+
 BETAS = {
     "sft": 1.0,
     "reward": 1.0,
+    "distill": 1.0,
     "dpo": 0.1,
     "ipo": 0.1,
     "simpo": 2.0,
@@ -85,12 +91,16 @@ class ObjectiveConfig:
     """What a model learns from conversations, in place of the next token of all text.
 
     Attributes:
-        name: `sft` (what assistants say), `reward` (to tell what an answer is worth), `dpo`, `ipo`,
+        name: `sft` (what assistants say), `distill` (what another model would say in their place),
+            `reward` (to tell what an answer is worth), `dpo`, `ipo`,
             `simpo`, `orpo` (a chosen answer over a rejected one), `kto` (answers that are good or
             bad), `grpo` (answers of its own that are rewarded); empty: text is learned.
         beta: Coefficient of the objective; none: 0.1, of simpo 2. Of grpo it is
-            `policy.divergence`; sft and reward have none.
+            `policy.divergence`; sft, distill and reward have none.
         margin: Of simpo and reward, by which a chosen answer is to be ahead; none: 1, of reward 0.
+        teacher: Of distill, the checkpoint of the model that is learned from.
+        temperature: Of distill, by which logits of both are divided.
+        text: Of distill, the share of what assistants do say, beside what the teacher would.
         desirable: Of kto, the weight of good answers.
         undesirable: Of kto, the weight of bad answers.
         documents: Prompts with an answer that share a row, at most; even where they are pairs. Of
@@ -102,6 +112,9 @@ class ObjectiveConfig:
     name: str = dataclasses.field(default="", metadata={"choices": ("", *BETAS, *ON_ROLLOUTS)})
     beta: Positive | None = None
     margin: NotNegative | None = None
+    teacher: str | None = None
+    temperature: Positive = 1.0
+    text: Share = 0.0
     desirable: NotNegative = 1.0
     undesirable: NotNegative = 1.0
     documents: Count = 16
@@ -112,8 +125,18 @@ class ObjectiveConfig:
         known = (*BETAS, *ON_ROLLOUTS)
         if self.name and self.name not in known:
             raise InputError(f"objective.name: unknown '{self.name}'{nearest(self.name, known)}")
-        if self.beta is not None and self.name in ("sft", "reward"):
+        if self.beta is not None and self.name in ("sft", "distill", "reward"):
             raise InputError(f"objective.beta: {self.name} has none; leave it out")
+        given = [
+            f for f in dataclasses.fields(self) if f.name in ("teacher", "temperature", "text")
+        ]
+        for field in given:
+            if self.name != "distill" and getattr(self, field.name) != field.default:
+                raise InputError(
+                    f"objective.{field.name}: is of distill, which learns from another model; leave"
+                    " it out, or train distill"
+                )
+        check_text(self.teacher or "", "objective.teacher")
         check_text(self.template or "", "objective.template")
         if self.on_pairs and self.documents % 2:
             raise InputError(
@@ -233,13 +256,34 @@ def check_objective(config: Any) -> None:
             f"objective.name: {objective.name} is of decoders, whose text goes on with an answer;"
             " give the checkpoint of one"
         )
-    diverges = objective.on_rollouts and config.policy.divergence > 0
-    if (objective.with_reference or diverges) and not config.adapter:
-        without = "policy.divergence 0" if diverges else "simpo or orpo, which need no reference"
-        raise InputError(
-            f"adapter.rank: {objective.name} holds the model against what it was, which here is the"
-            f" model without its adapter; give --adapter.rank 16, or take {without}"
-        )
+
+
+def against_reference(config: Any) -> bool:
+    """Whether a `TrainConfig`'s model is held against what it was."""
+    diverges = config.objective.on_rollouts and config.policy.divergence > 0
+    return config.objective.with_reference or diverges
+
+
+def frozen_beside(config: Any) -> dict[str, str | None]:
+    """Frozen models of a `TrainConfig`'s run by name, each with the checkpoint that it is.
+
+    A reference is what the run starts from. With an adapter it is the model without that, and no
+    model of its own.
+    """
+    found: dict[str, str | None] = {}
+    if config.objective.name == "distill":
+        found[TEACHER] = config.objective.teacher
+    if against_reference(config) and not config.adapter:
+        found[REFERENCE] = config.init
+    return found
+
+
+def started_from(config: Any) -> str | dict[str, str] | None:
+    """What the models of a `TrainConfig`'s run start from, as `RunConfig.init` has it."""
+    beside = frozen_beside(config)
+    if not beside:
+        return config.init
+    return {name: path for name, path in {LEARNER: config.init, **beside}.items() if path} or None
 
 
 def check_rollouts(config: Any) -> None:

@@ -24,7 +24,7 @@ from colossax.processes.group import Group
 from colossax.step.step import Step
 from colossax.tasks.config import TrainConfig
 from colossax.tasks.initial import initial_adapter, initial_tokenizer
-from colossax.tasks.posttraining.config import ObjectiveConfig
+from colossax.tasks.posttraining.config import ObjectiveConfig, against_reference
 from colossax.tasks.posttraining.kto import DESIRABLE, mismatched_dims
 from colossax.tasks.text import Placement, documents_of, names_of, tokenizer_of
 from colossax.typing import TEXT_BATCH_DIMS, TOKEN_DIMS, Batch
@@ -237,8 +237,7 @@ def _check_given(config: TrainConfig) -> None:
             f"data.path: {name} learns from conversations; give a file or folder of JSONL, JSON,"
             " Parquet or Arrow with --data"
         )
-    diverges = config.objective.on_rollouts and config.policy.divergence > 0
-    if (config.objective.with_reference or diverges) and config.init is not None:
+    if against_reference(config) and config.init is not None:
         if initial_adapter(config.init) is not None:
             raise InputError(
                 f"init: '{config.init}' is an adapter, and without it the model is not what {name}"

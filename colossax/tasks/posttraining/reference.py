@@ -4,7 +4,13 @@ from typing import Any
 
 from colossax.errors import InputError
 from colossax.nn import Models, has_adapter, without_adapter
-from colossax.tasks.posttraining.answers import POLICY, REFERENCE, REFERENCE_LOGPS, told_logps
+from colossax.tasks.posttraining.answers import (
+    REFERENCE_LOGPS,
+    named,
+    policy_of,
+    told_logps,
+)
+from colossax.tasks.posttraining.config import REFERENCE
 from colossax.typing import Batch
 
 
@@ -45,19 +51,15 @@ def said_by_reference(models: Any, batch: Batch, temperature: float = 1.0) -> An
             )
         with without_adapter():
             return told_logps(models, batch, temperature=temperature)[0]
-    for name, kind in ((POLICY, "that learns"), (REFERENCE, "that is frozen")):
-        if name not in models:
-            raise InputError(
-                f"{name}: of the models {sorted(models)} none is it; name the one {kind} so"
-            )
-    _check_vocabularies(models)
-    return told_logps(models[REFERENCE], batch, temperature=temperature)[0]
+    policy, reference = policy_of(models), named(models, REFERENCE, "that is frozen")
+    _check_vocabularies(policy, reference)
+    return told_logps(reference, batch, temperature=temperature)[0]
 
 
-def _check_vocabularies(models: Models) -> None:
-    sizes = {name: models[name].head_weight().shape[1] for name in (POLICY, REFERENCE)}
-    if len(set(sizes.values())) > 1:
-        told = " and ".join(f"{size:,} of '{name}'" for name, size in sorted(sizes.items()))
+def _check_vocabularies(policy: Any, reference: Any) -> None:
+    has, other = (one.head_weight().shape[1] for one in (policy, reference))
+    if has != other:
+        told = f"{has:,} of the policy and {other:,} of '{REFERENCE}'"
         raise InputError(
             f"{REFERENCE}: the vocabularies have {told} tokens; give a reference with the tokenizer"
             " of the policy"

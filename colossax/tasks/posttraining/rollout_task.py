@@ -19,6 +19,7 @@ from colossax.tasks.posttraining.conversations import identified, kept_documents
 from colossax.tasks.posttraining.policy import ADVANTAGES, ENGINE_LOGPS, policy_loss
 from colossax.tasks.posttraining.reference import reference_options
 from colossax.tasks.posttraining.rewards.judge import Judge
+from colossax.tasks.posttraining.roles import which_beside, with_beside
 from colossax.tasks.posttraining.rollouts import ROW_DIMS, Rollouts
 from colossax.tasks.task import Task
 from colossax.typing import TEXT_BATCH_DIMS, TrainState
@@ -64,11 +65,14 @@ def with_rollouts(
     }
 
     def asked() -> dict[str, Any]:
+        tokenizer = opened().tokenizer
         found = identified(opened(), identity, more)
+        found |= group.from_first(lambda: which_beside(config, tokenizer))
         return found if judge is None else {**found, "rollout.judge": [judge, rollouts.judged_at]}
 
     return dataclasses.replace(
         task,
+        make_model=with_beside(config, task.make_model),
         loss=telling(policy_loss(config.policy, documents=config.objective.documents)),
         options=dataclasses.replace(task.options, **_options(config)),
         shapes=_shapes(config),

@@ -24,7 +24,7 @@ from colossax.step.step import Step
 from colossax.tasks.config import TrainConfig
 from colossax.tasks.posttraining.advantages import group_advantages
 from colossax.tasks.posttraining.asked import Asked
-from colossax.tasks.posttraining.config import longest_prompt
+from colossax.tasks.posttraining.config import LEARNER, longest_prompt
 from colossax.tasks.posttraining.policy import ADVANTAGES, ENGINE_LOGPS, NOT_SAID
 from colossax.tasks.posttraining.rewards.answer import Answer
 from colossax.tasks.posttraining.rewards.judge import Judge
@@ -110,6 +110,8 @@ class Rollouts(Callback):
         """The parameters that the first answers are given by."""
         self._params, self._made = state["params"], None
         rest = {name: x for name, x in state.items() if name != "params"}
+        if step.spec.model_names:
+            rest["params"] = {name: x for name, x in self._params.items() if name != LEARNER}
         held = self._group.together(lambda: self._loaded(step))
         self._beside = device_bytes((rest, held))
 
@@ -223,7 +225,8 @@ class Rollouts(Callback):
             for at, prompt in enumerate(prompts)
         ]
         opened = self._opened()
-        writer = self._writing(step, params).again(params, asked)
+        own = params[LEARNER] if step.spec.model_names else params
+        writer = self._writing(step, own).again(own, asked)
         found = [_cut(one, opened.ends) for one in writer.run()]
         written = time.perf_counter()
         texts = [
@@ -297,7 +300,8 @@ class Rollouts(Callback):
             data, rollout = self._config.data, self._config.rollout
             count = data.global_batch * self._config.objective.documents
             longest = [self._request(step, (0,) * longest_prompt(self._config), 0)] * count
-            given = step.spec, step.bound, params
+            spec = step.spec_of(LEARNER) if step.spec.model_names else step.spec
+            given = spec, step.bound, params
             eos = self._opened().tokenizer.eos
             how = {"seats": rollout.seats, "beside": self._beside}
             writer = several(*given, requests=longest, eos=eos, **how)

@@ -15,10 +15,11 @@ from colossax.processes.group import Group
 from colossax.step.loss import Loss
 from colossax.step.step import Step
 from colossax.tasks.config import TrainConfig
+from colossax.tasks.distillation import soft_target_loss, soft_target_options
 from colossax.tasks.heads import preference_loss
 from colossax.tasks.next_token import next_token_loss
 from colossax.tasks.posttraining.answers import telling
-from colossax.tasks.posttraining.config import ObjectiveConfig
+from colossax.tasks.posttraining.config import LEARNER, ObjectiveConfig
 from colossax.tasks.posttraining.conversations import (
     Conversations,
     Source,
@@ -30,12 +31,16 @@ from colossax.tasks.posttraining.conversations import (
 from colossax.tasks.posttraining.kto import kto_loss, kto_options
 from colossax.tasks.posttraining.pairs import dpo_loss, ipo_loss, orpo_loss, simpo_loss
 from colossax.tasks.posttraining.reference import reference_options
+from colossax.tasks.posttraining.roles import teacher_of, which_beside, with_beside
 from colossax.tasks.posttraining.rollout_task import with_rollouts
 from colossax.tasks.task import Task
 from colossax.typing import TrainState
 
 VALIDATION_LOSS, ACCURACY = "validation_loss", "validation_accuracy"
 """Mean of the objective over what is held out; share of answers on the right side."""
+
+_PER_TOKEN = ("sft", "distill")
+"""Objectives that are a mean over tokens, and put no answer on a side."""
 
 _FORWARDS = {"dpo": 1, "ipo": 1, "kto": 3}
 """Passes without gradients: the reference's, of kto also both models' over other answers."""
@@ -68,8 +73,14 @@ def with_objective(
         make_model = with_adapter(with_new_head(maker(config.model)), config.adapter)
         task = dataclasses.replace(task, make_model=make_model)
 
+    def asked() -> dict[str, Any]:
+        found = opened()
+        beside = group.from_first(lambda: which_beside(config, found.tokenizer))
+        return {**identified(found, identity, more), **beside}
+
     return dataclasses.replace(
         task,
+        make_model=with_beside(config, task.make_model),
         loss=objective_loss(objective, z_loss=config.z_loss),
         options=dataclasses.replace(task.options, **_options(objective)),
         shapes=row_shapes(config),
@@ -77,9 +88,9 @@ def with_objective(
         evaluators={VALIDATION_LOSS: lambda step, state: _validated(opened(), step, state)},
         flops=_flops(config),
         flops_formula=_formula(config),
-        unit="nats per token" if objective.name == "sft" else f"loss of {objective.name}",
+        unit="nats per token" if objective.name in _PER_TOKEN else f"loss of {objective.name}",
         baselines=dict,
-        identity=lambda: identified(opened(), identity, more),
+        identity=asked,
         documents=lambda: kept_documents(config, opened()),
         introduction=lambda: [f"data: {line}" for line in opened().description],
         conclusion=lambda final: _conclusion(final),
@@ -98,6 +109,9 @@ def objective_loss(objective: ObjectiveConfig, *, z_loss: float = 0.0) -> Loss:
     weights = {"desirable": objective.desirable, "undesirable": objective.undesirable}
     makers: dict[str, Callable[[], Loss]] = {
         "sft": lambda: next_token_loss(z_loss=z_loss),
+        "distill": lambda: soft_target_loss(
+            text=objective.text, temperature=objective.temperature, student=LEARNER
+        ),
         "reward": lambda: preference_loss(documents=objective.documents, margin=objective.ahead),
         "dpo": lambda: dpo_loss(**how),
         "ipo": lambda: ipo_loss(**how),
@@ -111,6 +125,8 @@ def objective_loss(objective: ObjectiveConfig, *, z_loss: float = 0.0) -> Loss:
 def _options(objective: ObjectiveConfig) -> dict[str, Any]:
     if objective.name == "kto":
         return kto_options(documents=objective.documents)
+    if objective.name == "distill":
+        return soft_target_options()
     return reference_options() if objective.with_reference else {}
 
 
@@ -131,8 +147,11 @@ def _means(
         "orpo": {"cross_entropy": 1.0, "odds": objective.coefficient},
         "sft": {"cross_entropy": 1.0},
         "reward": {"preference": 1.0},
+        "distill": {"divergence": 1 - objective.text, "cross_entropy": objective.text},
     }.get(objective.name, {objective.name: 1.0})
-    names = [*coefficients, *(() if objective.name == "sft" else ("accuracy",))]
+    coefficients = {name: by for name, by in coefficients.items() if by}
+    per_token = objective.name in _PER_TOKEN
+    names = [*coefficients, *(() if per_token else ("accuracy",))]
     sums = {name: np.zeros(2) for name in names}
     for batch in opened.held_out(step, source):
         totals = step.evaluate(state, batch)
@@ -149,12 +168,15 @@ def _flops(config: TrainConfig) -> int:
     learning = sizes.train_flops_per_token(data.seq_len, frozen=bool(config.adapter))
     forward = sizes.train_flops_per_token(data.seq_len) / 3
     each = learning + _FORWARDS.get(config.objective.name, 0) * forward
+    if config.objective.name == "distill":
+        each += teacher_of(config).decoder().train_flops_per_token(data.seq_len) / 3
     return int(each * data.seq_len * data.global_batch)
 
 
 def _formula(config: TrainConfig) -> str:
     beside = 2 * _FORWARDS.get(config.objective.name, 0)
     more = f" and {beside} for passes without gradients" if beside else ""
+    more += " and 2 of the teacher's" if config.objective.name == "distill" else ""
     more += ", the adapter's own left out," if config.adapter else ""
     return _FORMULA.format(each=4 if config.adapter else 6, more=more)
 

@@ -10,10 +10,10 @@ from colossax.tasks import next_token_loss
 from tests.serve.fake import TOKENIZER
 
 
-def write_random(model, folder, seed=1):
+def write_random(model, folder, seed=1, tokenizer=TOKENIZER):
     """Write it, with a tokenizer of bytes; the folder."""
     devices = jax.devices()[:1]
     step = build_step(maker(model), adamw(1e-3), next_token_loss(), Plan(), devices=devices)
     params = params_of_tree(model, step.init(seed=seed)["params"])
-    write_checkpoint(params, folder, {"tokenizer": TOKENIZER.to_json()})
+    write_checkpoint(params, folder, {"tokenizer": tokenizer.to_json()})
     return folder

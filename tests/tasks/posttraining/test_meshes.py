@@ -24,6 +24,8 @@ from colossax.tasks import (
     preference_loss,
     reference_options,
     simpo_loss,
+    soft_target_loss,
+    soft_target_options,
 )
 from tests.cases import quick_first
 from tests.oracle import assert_losses_close, assert_trees_close
@@ -39,6 +41,7 @@ OBJECTIVES = {
     "dpo": (dpo_loss(documents=DOCUMENTS), reference_options()),
     "dpo, adapter": (dpo_loss(documents=DOCUMENTS), reference_options()),
     "ipo": (ipo_loss(documents=DOCUMENTS), reference_options()),
+    "distill": (soft_target_loss(student="policy", temperature=1.5), soft_target_options()),
     "reward": (preference_loss(documents=DOCUMENTS, margin=0.3), {}),
     "simpo": (simpo_loss(documents=DOCUMENTS), {}),
     "orpo": (orpo_loss(documents=DOCUMENTS), {}),
@@ -70,9 +73,6 @@ MESHES = {
         segments=(Segment(remat="full"),),
     ),
 }
-ALONE = {"stage", "host"}
-"""Of one model: what is updated layer by layer has to learn, stages share the layers of one."""
-
 CUTS = (1, 2, 4)
 ALL = [
     (name, mesh, cut)
@@ -80,9 +80,12 @@ ALL = [
     for number, mesh in enumerate(MESHES)
     for at, cut in enumerate(CUTS)
     if name in ("dpo", "orpo", "kto") or number % len(CUTS) == at
-    if mesh not in ALONE or name in ("dpo, adapter", "simpo", "orpo", "reward")
+    if mesh != "host" or name in ("dpo, adapter", "simpo", "orpo", "reward")
 ]
-"""Each objective on each mesh; those that differ by more than a formula however they are cut."""
+"""Each objective on each mesh; those that differ by more than a formula however they are cut.
+
+What is updated layer by layer has to learn, so that a frozen model beside it is not in host memory.
+"""
 
 QUICK = [
     ("dpo", "chunks", 2),
@@ -105,7 +108,7 @@ def batch():
 def makers(name):
     if name == "dpo, adapter":
         return with_adapter(maker(CONFIG), ADAPTER)
-    return {"policy": maker(CONFIG), "reference": maker(CONFIG)}
+    return {"policy": maker(CONFIG), "teacher" if name == "distill" else "reference": maker(CONFIG)}
 
 
 def step_of(name, plan):

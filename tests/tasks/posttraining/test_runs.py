@@ -1,8 +1,10 @@
 """Runs on conversations: any mesh, resumed, packed or not; what they keep and what they refuse."""
 
 import argparse
+import dataclasses
 import json
 import math
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -11,7 +13,7 @@ import pytest
 from colossax.checkpoint import find_checkpoint
 from colossax.cli.serving_engine import _facts
 from colossax.config import BatchConfig, Plan, Precision
-from colossax.data import Chat
+from colossax.data import Chat, Tokenizer
 from colossax.data.chats.template import PLAIN
 from colossax.errors import DataError, InputError
 from colossax.inference import open_checkpoint
@@ -21,6 +23,7 @@ from colossax.optim import adamw
 from colossax.planner import build_step
 from colossax.planner.task_step import settle_task, task_step
 from colossax.recipes import recipe
+from colossax.run import RunConfig, RunOptions, train
 from colossax.tasks import MaskConfig, ObjectiveConfig, next_token_loss, task_of
 from colossax.tasks.config import train_config_from_json, train_config_to_json
 from tests.launching import metrics
@@ -58,6 +61,7 @@ RECORDS = {
     ],
 }
 RECORDS |= dict.fromkeys(("reward", "ipo", "simpo", "orpo"), RECORDS["dpo"])
+RECORDS["distill"] = RECORDS["sft"]
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +70,27 @@ def base(tmp_path_factory):
     folder = tmp_path_factory.mktemp("base")
     write_random(MODEL, folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory):
+    """One of a larger model, with that tokenizer."""
+    larger = dataclasses.replace(MODEL, layers=4, embed=64)
+    return write_random(larger, tmp_path_factory.mktemp("teacher"), seed=2)
+
+
+@pytest.fixture
+def given(base, teacher, tmp_path):
+    """`config_of`, with a teacher for what learns from one; or with a reference of its own."""
+
+    def made(name):
+        name, _, form = name.partition(", ")
+        config = config_of(name, base, tmp_path)
+        if name == "distill":
+            config = changed(config, "objective", teacher=str(teacher), text=0.25)
+        return config.replace(adapter=AdapterConfig()) if form == "whole" else config
+
+    return made
 
 
 def started(task=None):
@@ -91,20 +116,26 @@ def losses(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["sft", "reward", "dpo", "kto"])
-def test_a_run_resumed_on_other_meshes_is_one_that_nobody_touched(name, base, tmp_path):
-    config = config_of(name, base, tmp_path)
+@pytest.mark.catches("reference-begins-random")
+@pytest.mark.catches("whole-model-is-its-own-reference")
+@pytest.mark.catches("teacher-of-the-students-size")
+@pytest.mark.parametrize(
+    "name", ["sft", "distill", "reward", "dpo", "dpo, whole", "kto", "kto, whole"]
+)
+def test_a_run_resumed_on_other_meshes_is_one_that_nobody_touched(name, given, tmp_path):
+    config = given(name)
     final = ran(config, tmp_path / "whole")
-    for number, mesh in enumerate(MESHES):
+    beside = name == "distill" or name.endswith("whole")
+    for number, mesh in enumerate([{"stage": 2, "fsdp": 4}, MESHES[1]] if beside else MESHES):
         plan = Plan(mesh=mesh, batch=BatchConfig(accumulation=1 + number))
         part = config.replace(steps=3 * number + 3, plan=plan)
         ran(part, tmp_path / "parts", resume="auto")
     whole, parts = losses(tmp_path / "whole"), losses(tmp_path / "parts")
     np.testing.assert_allclose(parts, whole, rtol=5e-5, atol=1e-6)
     assert whole[-1, 0] < whole[0, 0]
-    if name != "sft":
+    if name not in ("sft", "distill"):
         assert 0 <= final["validation_accuracy"] <= 1
-    if name == "dpo":
+    if name.startswith("dpo"):
         assert whole[0, 0] == pytest.approx(math.log(2), rel=1e-5)
 
 
@@ -199,7 +230,16 @@ def other(**changes):
 
 
 REFUSED = {
-    "no adapter": ("dpo", other(adapter=AdapterConfig()), "adapter.rank: dpo holds the model"),
+    "a teacher of sft": (
+        "sft",
+        lambda config: changed(config, "objective", teacher="larger"),
+        "objective.teacher: is of distill, which learns from another model",
+    ),
+    "a coefficient of distill": (
+        "distill",
+        lambda config: changed(config, "objective", beta=0.5),
+        "objective.beta: distill has none",
+    ),
     "masking": (
         "sft",
         lambda config: changed(config, "data", masking=MaskConfig()),
@@ -236,3 +276,65 @@ def test_files_that_do_not_do_are_refused(base, tmp_path):
     (tmp_path / "bad.jinja").write_text("{% for %}")
     with pytest.raises(InputError, match="give another with --objective.template FILE"):
         task_of(changed(config, "objective", template=str(tmp_path / "bad.jinja"))).identity()
+
+
+@pytest.mark.catches("another-teacher-is-no-other-run")
+@pytest.mark.catches("teacher-learns")
+@pytest.mark.catches("teacher-of-other-tokens")
+def test_a_teacher_is_a_whole_model_with_the_tokenizer_of_the_student(
+    given, base, teacher, tmp_path
+):
+    config = given("distill")
+    assert task_of(config).identity()["teacher"] == [str(teacher), 0]
+
+    def refused(match, path):
+        with pytest.raises(InputError, match=match):
+            task_of(changed(config, "objective", teacher=path)).identity()
+
+    refused("objective.teacher: distill learns from what another model would say; name", None)
+    ran(given("sft").replace(steps=1, adapter=AdapterConfig(rank=2)), tmp_path / "adapted")
+    refused("objective.teacher: .* is an adapter; give the whole", str(tmp_path / "adapted"))
+    wider = write_random(dataclasses.replace(MODEL, vocab=280), tmp_path / "wider")
+    refused("tells 280 tokens and the student 272; give a teacher", str(wider))
+    other = Tokenizer.from_json(TOKENIZER.to_json().replace("<|im_end|>", "<|im_stop|>"))
+    reads = write_random(MODEL, tmp_path / "reads", tokenizer=other)
+    refused("has another tokenizer than the student", str(reads))
+    task = task_of(config.replace(init=None))
+    with pytest.raises(InputError, match="init: distill teaches a model that is there"):
+        task.identity()
+    ran(config.replace(steps=1), tmp_path / "run")
+    found = find_checkpoint(str(tmp_path / "run"))
+    assert not any(name.startswith("teacher/") for name in found.records())
+    assert open_checkpoint(tmp_path / "run").model == MODEL
+
+
+def test_flops_of_a_teacher_are_its_forward_pass(given, teacher):
+    config = given("distill")
+    larger = open_checkpoint(teacher).model.decoder()
+    per_token = MODEL.decoder().train_flops_per_token(96) + larger.train_flops_per_token(96) / 3
+    assert task_of(config).flops == int(per_token * 8 * 96)
+
+
+@pytest.mark.slow
+@pytest.mark.catches("frozen-may-begin-random")
+@pytest.mark.catches("frozen-beside-is-a-base")
+@pytest.mark.catches("teacher-is-the-base-of-an-adapter")
+@pytest.mark.catches("no-adapter-beside-a-teacher")
+def test_an_adapter_learns_from_a_teacher_and_is_kept_as_one_of_its_base(given, base, tmp_path):
+    config = given("distill").replace(steps=1)
+    ran(config, tmp_path / "whole")
+    assert find_checkpoint(str(tmp_path / "whole")).document("base", dict) is None
+    adapted = config.replace(adapter=AdapterConfig(rank=2))
+    ran(adapted, tmp_path / "adapted")
+    ran(adapted.replace(steps=2), tmp_path / "adapted", resume=True)
+    found = open_checkpoint(tmp_path / "adapted")
+    assert found.step == 2 and found.adapter.rank == 2
+    assert Path(found.base[0].directory) == base
+    names = {"only": {"teacher": str(base)}, "model": {"model": str(base)}}
+    for init, missing in ((names["only"], "'model'"), (names["model"], "'teacher'")):
+        with pytest.raises(InputError, match=f"all or a part of {missing} is frozen, and it"):
+            train(
+                task_of(adapted),
+                RunConfig(steps=1, init=init),
+                RunOptions(out=str(tmp_path / "no"), trackers=("json",)),
+            )
