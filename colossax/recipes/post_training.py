@@ -5,7 +5,13 @@ import dataclasses
 from colossax.config import OffloadConfig
 from colossax.nn import AdapterConfig
 from colossax.recipes.small import finetune
-from colossax.tasks import DataConfig, ObjectiveConfig, TrainConfig
+from colossax.tasks import (
+    DataConfig,
+    ObjectiveConfig,
+    PolicyConfig,
+    RolloutConfig,
+    TrainConfig,
+)
 
 
 def sft() -> TrainConfig:
@@ -77,6 +83,21 @@ def grpo() -> TrainConfig:
             seq_len=256, global_batch=32, validation_fraction=0.05, validation_batches=4
         ),
         objective=ObjectiveConfig(name="grpo", documents=1),
+    )
+
+
+def ppo() -> TrainConfig:
+    """Proximal policy optimisation: as `grpo`, with a critic that learns what answers are worth.
+
+    It starts from the layers of `--init`, or from `--policy.critic`, as a model that `reward`
+    trained; the answers are held against the reference by `--policy.divergence`.
+    """
+    config = grpo()
+    return config.replace(
+        recipe="ppo",
+        objective=dataclasses.replace(config.objective, name="ppo"),
+        rollout=RolloutConfig(group=1),
+        policy=PolicyConfig(normaliser="token", estimator="k1"),
     )
 
 

@@ -24,9 +24,6 @@ if TYPE_CHECKING:
     from .initial import initial_adapter as initial_adapter
     from .initial import initial_model as initial_model
     from .next_token import next_token_loss as next_token_loss
-    from .posttraining.advantages import gae as gae
-    from .posttraining.advantages import group_advantages as group_advantages
-    from .posttraining.advantages import whitened as whitened
     from .posttraining.config import ObjectiveConfig as ObjectiveConfig
     from .posttraining.config import PolicyConfig as PolicyConfig
     from .posttraining.config import RolloutConfig as RolloutConfig
@@ -37,9 +34,12 @@ if TYPE_CHECKING:
     from .posttraining.pairs import ipo_loss as ipo_loss
     from .posttraining.pairs import orpo_loss as orpo_loss
     from .posttraining.pairs import simpo_loss as simpo_loss
-    from .posttraining.policy import clipped_value_loss as clipped_value_loss
-    from .posttraining.policy import kl_estimate as kl_estimate
-    from .posttraining.policy import policy_loss as policy_loss
+    from .posttraining.policy_gradient.advantages import gae as gae
+    from .posttraining.policy_gradient.advantages import group_advantages as group_advantages
+    from .posttraining.policy_gradient.advantages import whitened as whitened
+    from .posttraining.policy_gradient.loss import clipped_value_loss as clipped_value_loss
+    from .posttraining.policy_gradient.loss import kl_estimate as kl_estimate
+    from .posttraining.policy_gradient.loss import policy_loss as policy_loss
     from .posttraining.reference import reference_options as reference_options
     from .posttraining.rewards.answer import Answer as Answer
     from .posttraining.rewards.pool import Rewarded as Rewarded

@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool
+from jaxtyping import Array, Bool, Float
 
 from colossax.config import above, at_least
 from colossax.errors import InputError
@@ -85,7 +85,7 @@ def value_loss() -> Loss:
     def loss(model: Any, batch: Batch, row_keys: Array | None = None) -> tuple[Terms, Sums]:
         if _head(model).pool is None:
             values, there = batch[TOKEN_VALUES], jnp.ones((), bool)
-            told = _scalars(model, _answers(model, batch, 1, row_keys))
+            told = values_of_tokens(model, batch, row_keys)
             if "segments" in batch:
                 there = batch["segments"] >= 0
             weights = jnp.where(there, batch.get("weights", 1.0), 0.0)
@@ -99,6 +99,22 @@ def value_loss() -> Loss:
         return {"squared_error": (jnp.sum(squares * weights), jnp.sum(weights), 1.0)}, {}
 
     return loss
+
+
+def values_of_tokens(
+    model: Any, batch: Batch, row_keys: Array | None = None
+) -> Float[Array, "b s"]:
+    """One number of each token, by a head that does not pool.
+
+    Raises:
+        InputError: When traced: the model has no such head.
+    """
+    if _head(model).pool is not None:
+        raise InputError(
+            f"model.head.pool: found '{_head(model).pool}', and a value is told of each token;"
+            " leave pool out"
+        )
+    return _scalars(model, _answers(model, batch, 1, row_keys))
 
 
 def preference_loss(*, documents: int = 2, margin: float = 0.0) -> Loss:

@@ -66,6 +66,7 @@ RULES: dict[str, Callable[[int], float]] = {
     "rounded up by the allocator": lambda rows: 400 + 64 * ((17 * rows + 63) // 64),
     "the same until nothing fits": lambda rows: 800 if rows < 77 else 10_000,
     "a square": lambda rows: 10 + rows * rows,
+    "less from 32 rows on": lambda rows: 40 * rows if rows < 32 else 26 * rows,
     "the first row does not fit": lambda rows: 2000 * rows,
     "rows for nothing up to a thousand": lambda rows: 0.9 * rows,
 }
@@ -73,7 +74,7 @@ RULES: dict[str, Callable[[int], float]] = {
 
 @pytest.mark.catches("largest-stops-at-what-a-line-says")
 @pytest.mark.catches("largest-never-takes-the-middle")
-@pytest.mark.catches("largest-doubles")
+@pytest.mark.catches("largest-row-by-row")
 @pytest.mark.catches("largest-of-nothing-is-a-row")
 @pytest.mark.parametrize("name", RULES)
 def test_what_is_found_is_the_most_that_fits_with_few_programs_where_bytes_are_a_line(
@@ -92,13 +93,13 @@ def test_what_is_found_is_the_most_that_fits_with_few_programs_where_bytes_are_a
     most = max((rows for rows in range(1, 2000) if int(rule(rows)) <= 1000), default=None)
     assert found == most
     assert len(tried) == len(set(tried))
-    assert len(tried) <= MOST.get(name, 6)
+    assert len(tried) <= MOST.get(name, 8)
 
 
 MOST = {
-    "another moment needs more from 30 rows on": 11,
+    "another moment needs more from 30 rows on": 14,
     "the same until nothing fits": 18,
-    "a square": 10,
-    "rows for nothing up to a thousand": 9,
+    "a square": 11,
+    "rows for nothing up to a thousand": 11,
 }
 """Programs, where more are needed than of a line."""

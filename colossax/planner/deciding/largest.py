@@ -15,9 +15,9 @@ from colossax.sharding import batch_axes
 from colossax.step.microbatches import batch_dims
 from colossax.tasks import Task
 
-FIRST_STEP = 4
-"""Rows of the second program, which tells what a row takes; nor is it guessed further than so many
-times what is known to fit."""
+FACTOR = 4
+"""By which rows grow until they do not fit: further than a line through fewer would go, as there
+are numbers of rows of which a program needs less than of fewer."""
 
 
 def largest_microbatch(
@@ -29,9 +29,10 @@ def largest_microbatch(
 ) -> int | None:
     """The most rows of each device at a time that fit, by compiling; None when not even one does.
 
-    Bytes grow almost by the same with each row, so that the next number of rows that is compiled is
-    where a line through two that are known meets the room; after one that did not halve what is
-    open it is the middle, which keeps the worst case within twice what bisection would compile.
+    Rows grow by a factor until they do not fit. In between, bytes grow almost by the same with each
+    row, so that the next number is where a line through the two ends meets the room; after two that
+    did not halve what is open it is the middle, so that there are never three times as many as
+    bisection would compile.
     What is compiled is a global batch of two microbatches, so that gradients are accumulated as
     they would be. With stages it has those of `pipeline.microbatches`, or as many as fill the
     pipeline: of fewer, stages hold less.
@@ -46,14 +47,14 @@ def largest_microbatch(
     Raises:
         PlanError: The target is made of islands.
 
-    Cost: compilations, four to six as a rule.
+    Cost: compilations, six to eight as a rule.
     """
     check_one_island(target, "--largest-microbatch")
     room = usable_bytes(target) if room is None else room
     known: dict[int, int] = {}
-    low, high, wide = 0, math.inf, math.inf
+    low, high, stalled = 0, math.inf, 0
     rows = 1
-    while high - low > 1:
+    while (wide := high - low) > 1:
         needed = known[rows] = _needed_bytes(*_with_microbatch(task, plan, target, rows), target)
         verdict = "fits" if needed <= room else "does not fit"
         tell(f"{rows} rows per device: {needed / 2**30:.1f} GiB, {verdict}")
@@ -63,24 +64,20 @@ def largest_microbatch(
             return None
         else:
             high = float(rows)
-        halved, wide = 2 * (high - low) <= wide, high - low
-        rows = _next(known, low, high, room, halved)
+        stalled = 0 if 2 * (high - low) <= wide else stalled + 1
+        rows = _next(known, low, high, room, stalled=stalled % 3 == 2)
     return low
 
 
-def _next(known: Mapping[int, int], low: int, high: float, room: float, halved: bool) -> int:
+def _next(known: Mapping[int, int], low: int, high: float, room: float, *, stalled: bool) -> int:
     """Rows to compile between those that fit and those that do not."""
-    furthest = int(min(high - 1, FIRST_STEP * low))
-    if math.isfinite(high) and not halved:
-        return (low + int(high)) // 2
-    if math.isfinite(high):
-        first, second = low, int(high)
-    else:
-        first, second = sorted([1, *known])[-2:]
-    slope = (known[second] - known[first]) / max(second - first, 1)
-    if slope <= 0:
-        return furthest
-    return min(max(low + 1, int(first + (room - known[first]) / slope)), furthest)
+    if math.isinf(high):
+        return FACTOR * low
+    top = int(high)
+    if stalled:
+        return (low + top) // 2
+    slope = (known[top] - known[low]) / (top - low)
+    return min(max(low + 1, low + int((room - known[low]) / slope)), top - 1)
 
 
 def _needed_bytes(task: Task, plan: Plan, target: Target) -> int:

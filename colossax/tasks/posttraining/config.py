@@ -16,9 +16,10 @@ from colossax.config import (
 )
 from colossax.errors import InputError
 
-LEARNER, REFERENCE, TEACHER = "model", "reference", "teacher"
+LEARNER, CRITIC, REFERENCE, TEACHER = "model", "critic", "reference", "teacher"
 """Names of a run's models, where there are several: the one that learns, which checkpoints have as
-if it were alone, and the frozen ones that it is held against or learns from."""
+if it were alone; the one that learns what its answers are worth; and the frozen ones that it is
+held against or learns from."""
 
 BETAS = {
     "sft": 1.0,
@@ -34,7 +35,7 @@ BETAS = {
 
 _MARGINS = {"reward": 0.0}
 
-ON_ROLLOUTS = ("grpo",)
+ON_ROLLOUTS = ("grpo", "ppo")
 """Objectives on answers that the model gives itself."""
 
 _WITH_REFERENCE = ("dpo", "ipo", "kto")
@@ -54,7 +55,8 @@ class PolicyConfig:
         clip_low: By how much the ratio may fall below 1 before it stops to count.
         clip_high: By how much it may rise above 1; DAPO has 0.28 beside a `clip_low` of 0.2.
         dual_clip: Of negative advantages, the largest ratio that counts; none: any does.
-        divergence: Coefficient of the divergence from the reference; 0: none is asked for.
+        divergence: Coefficient of the divergence from the reference; 0: none is asked for. Of ppo
+            it is taken off what each token earns, of grpo it is a term of the loss.
         estimator: Of the divergence, with `d = log policy - log reference`: `k1` is d, `k2` d^2/2,
             `k3` `e^-d - 1 + d`.
         normaliser: What the sum over tokens is divided by. `token`: the tokens of all answers of
@@ -62,6 +64,13 @@ class PolicyConfig:
             (GRPO); `longest`: the answers times `longest` (Dr. GRPO).
         longest: Tokens that an answer may have, for the last of these.
         temperature: That answers were drawn at.
+        critic: Of ppo, as all that follows: the checkpoint that its critic starts from, of a model
+            that rewards or of a critic; none: from the policy's, with a new head.
+        value: Coefficient of the critic's loss.
+        value_clip: By how much a value may move from what it was before it stops to count.
+        discount: Of what a later token earns, for each token in between.
+        decay: Of what is known of later tokens (lambda of generalised advantages).
+        whitened: Whether advantages are centred and scaled over the global batch.
     """
 
     clip_low: NotNegative = 0.2
@@ -72,9 +81,16 @@ class PolicyConfig:
     normaliser: str = "sequence"
     longest: Count | None = None
     temperature: Positive = 1.0
+    critic: str | None = None
+    value: NotNegative = 0.5
+    value_clip: Positive = 0.2
+    discount: Share = 1.0
+    decay: Share = 0.95
+    whitened: bool = True
 
     def __post_init__(self):
         check_types(self, "policy")
+        check_text(self.critic or "", "policy.critic")
         for name, known in (("normaliser", NORMALISERS), ("estimator", ESTIMATORS)):
             if getattr(self, name) not in known:
                 found = getattr(self, name)
@@ -94,8 +110,9 @@ class ObjectiveConfig:
         name: `sft` (what assistants say), `distill` (what another model would say in their place),
             `reward` (to tell what an answer is worth), `dpo`, `ipo`,
             `simpo`, `orpo` (a chosen answer over a rejected one), `kto` (answers that are good or
-            bad), `grpo` (answers of its own that are rewarded); empty: text is learned.
-        beta: Coefficient of the objective; none: 0.1, of simpo 2. Of grpo it is
+            bad), `grpo` and `ppo` (answers of its own that are rewarded; ppo learns beside that
+            what they will be worth); empty: text is learned.
+        beta: Coefficient of the objective; none: 0.1, of simpo 2. Of grpo and ppo it is
             `policy.divergence`; sft, distill and reward have none.
         margin: Of simpo and reward, by which a chosen answer is to be ahead; none: 1, of reward 0.
         teacher: Of distill, the checkpoint of the model that is learned from.
@@ -104,7 +121,7 @@ class ObjectiveConfig:
         desirable: Of kto, the weight of good answers.
         undesirable: Of kto, the weight of bad answers.
         documents: Prompts with an answer that share a row, at most; even where they are pairs. Of
-            grpo exactly so many, each in as many of a row's tokens.
+            grpo and ppo exactly so many, each in as many of a row's tokens.
         template: File of a Jinja template that makes text of messages; none: the checkpoint's, or
             a plain one where it has none.
     """
@@ -182,10 +199,10 @@ class RolloutConfig:
             number for each; see `RewardWorkers`.
         judge: Checkpoint of a model that `reward` trained, whose number is the reward; beside a
             function it is told that one, as `Answer.judged`.
-        group: Answers to each prompt, which are held against each other.
+        group: Answers to each prompt, which grpo holds against each other.
         max_tokens: Of an answer at most.
-        scaled: Whether an answer's advantage is divided by the spread of its group (GRPO); Dr. GRPO
-            leaves it out.
+        scaled: Of grpo, whether an answer's advantage is divided by the spread of its group; Dr.
+            GRPO leaves it out.
         seats: Answers that an engine writes at once, each with a cache of its own.
         workers: Processes that reward.
         seconds: That the function may take for a call.
@@ -228,9 +245,10 @@ def check_objective(config: Any) -> None:
         if not objective.on_rollouts and of != type(of)():
             changed = next(k for k, v in vars(of).items() if v != getattr(type(of)(), k))
             raise InputError(
-                f"{name}.{changed}: is of answers that the model gives in the run, as grpo learns"
-                " from; leave it out, or train grpo"
+                f"{name}.{changed}: is of answers that the model gives in the run, as grpo and ppo"
+                " learn from; leave it out, or train one of them"
             )
+    _check_others(config)
     if not objective:
         return
     decoder = config.model.decoder()
@@ -264,6 +282,24 @@ def against_reference(config: Any) -> bool:
     return config.objective.with_reference or diverges
 
 
+_OF_PPO = ("critic", "value", "value_clip", "discount", "decay", "whitened")
+
+
+def _check_others(config: Any) -> None:
+    """Refuse settings of one policy gradient beside another."""
+    policy, name = config.policy, config.objective.name
+    for field in dataclasses.fields(policy):
+        if field.name in _OF_PPO and name != "ppo" and getattr(policy, field.name) != field.default:
+            raise InputError(
+                f"policy.{field.name}: is of ppo, which has a critic; leave it out, or train ppo"
+            )
+    if name == "ppo" and not config.rollout.scaled:
+        raise InputError(
+            "rollout.scaled: is of grpo, which holds the answers to a prompt against each other;"
+            " leave it out, or give policy.whitened"
+        )
+
+
 def frozen_beside(config: Any) -> dict[str, str | None]:
     """Frozen models of a `TrainConfig`'s run by name, each with the checkpoint that it is.
 
@@ -281,6 +317,8 @@ def frozen_beside(config: Any) -> dict[str, str | None]:
 def started_from(config: Any) -> str | dict[str, str] | None:
     """What the models of a `TrainConfig`'s run start from, as `RunConfig.init` has it."""
     beside = frozen_beside(config)
+    if config.objective.name == "ppo":
+        beside[CRITIC] = config.policy.critic or config.init
     if not beside:
         return config.init
     return {name: path for name, path in {LEARNER: config.init, **beside}.items() if path} or None
@@ -299,7 +337,8 @@ def check_rollouts(config: Any) -> None:
             f"objective.beta: {name} has none; how near it stays to its reference is"
             " policy.divergence"
         )
-    at_least(2).check(rollout.group, "rollout.group")
+    if name == "grpo":
+        at_least(2).check(rollout.group, "rollout.group")
     if answers % rollout.group:
         raise InputError(
             f"rollout.group: a step has {answers} answers (data.global_batch {data.global_batch}"

@@ -43,17 +43,18 @@ def reference_options(*, temperature: float = 1.0) -> dict[str, Any]:
 
 def said_by_reference(models: Any, batch: Batch, temperature: float = 1.0) -> Any:
     """Log-probability of each target, `[b, s]`, by the reference among `models`."""
-    if not isinstance(models, Models):
-        if not has_adapter(models):
-            raise InputError(
-                f"{REFERENCE}: there is one model and it has no adapter, so nothing says what it"
-                " was before; give two models by name, 'policy' and 'reference', or nn.with_adapter"
-            )
-        with without_adapter():
-            return told_logps(models, batch, temperature=temperature)[0]
-    policy, reference = policy_of(models), named(models, REFERENCE, "that is frozen")
-    _check_vocabularies(policy, reference)
-    return told_logps(reference, batch, temperature=temperature)[0]
+    policy = policy_of(models)
+    if isinstance(models, Models) and (REFERENCE in models or not has_adapter(policy)):
+        reference = named(models, REFERENCE, "that is frozen")
+        _check_vocabularies(policy, reference)
+        return told_logps(reference, batch, temperature=temperature)[0]
+    if not has_adapter(policy):
+        raise InputError(
+            f"{REFERENCE}: there is one model and it has no adapter, so nothing says what it was"
+            " before; give two models by name, 'policy' and 'reference', or nn.with_adapter"
+        )
+    with without_adapter():
+        return told_logps(policy, batch, temperature=temperature)[0]
 
 
 def _check_vocabularies(policy: Any, reference: Any) -> None:

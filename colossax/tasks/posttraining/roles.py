@@ -1,37 +1,41 @@
 """Models that a run has beside the one that learns from conversations."""
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 from colossax.checkpoint import find_checkpoint
 from colossax.data import Tokenizer
 from colossax.errors import InputError
-from colossax.models import maker
-from colossax.nn import MakeModels, as_target
+from colossax.models import config_from_json, maker
+from colossax.nn import MakeModels, as_target, with_adapter, with_new_head
+from colossax.nn.config import HeadConfig
+from colossax.nn.config.reading import reads_text_alone
 from colossax.tasks.initial import initial_adapter, initial_model
-from colossax.tasks.posttraining.config import LEARNER, TEACHER, frozen_beside
+from colossax.tasks.posttraining.config import CRITIC, LEARNER, TEACHER, frozen_beside, started_from
 
 
 def with_beside(config: Any, make_model: MakeModels) -> MakeModels:
     """Factories of all models of a run.
 
     A teacher that is not named yet is taken to be of the student's size, as to look at a run does
-    not need it.
+    not need it. A critic learns as the policy does: as a whole, or by an adapter and its head.
 
     Args:
         config: The run, a `TrainConfig`.
         make_model: Of the one that learns.
 
     Raises:
+        InputError: A critic's checkpoint tells no number of a text.
         CheckpointError: There is none, or it names no model.
     """
     beside = frozen_beside(config)
-    if not beside or isinstance(make_model, Mapping):
+    if isinstance(make_model, Mapping):
         return make_model
-    return {
-        LEARNER: make_model,
-        **{name: as_target(maker(_model_of(config, path))) for name, path in beside.items()},
-    }
+    made = {name: as_target(maker(_model_of(config, path))) for name, path in beside.items()}
+    if config.objective.name == "ppo":
+        made[CRITIC] = with_adapter(with_new_head(maker(critic_of(config))), config.adapter)
+    return {LEARNER: make_model, **made} if made else make_model
 
 
 def teacher_of(config: Any) -> Any:
@@ -43,45 +47,81 @@ def _model_of(config: Any, path: str | None) -> Any:
     return config.model if path is None or path == config.init else initial_model(path)
 
 
+def critic_of(config: Any) -> Any:
+    """Configuration of the critic of a `TrainConfig`'s policy: one number of each token.
+
+    Raises:
+        InputError: Its checkpoint tells something else.
+        CheckpointError: There is none, or it names no model.
+    """
+    path = config.policy.critic
+    model = config.model if path is None else _stored_critic(path)
+    head = getattr(model, "head", None)
+    if not reads_text_alone(model.decoder()) or not hasattr(model, "head"):
+        raise InputError(
+            f"policy.critic: a {type(model).__name__} reads more than one text, or something else;"
+            " a critic is a decoder of text"
+        )
+    if head is not None and (head.outputs != 1 or head.pool not in (None, "last")):
+        raise InputError(
+            f"policy.critic: '{path}' has the head {head}, and a critic tells one number; give the"
+            " checkpoint of a model that rewards, or leave it out"
+        )
+    head = head or HeadConfig(outputs=1, bias=False)
+    return dataclasses.replace(model, head=dataclasses.replace(head, pool=None))
+
+
+def _stored_critic(path: str) -> Any:
+    """Of a run with one; else the model that is there."""
+    several = find_checkpoint(path).document("models", dict) or {}
+    return config_from_json(several[CRITIC]) if CRITIC in several else initial_model(path)
+
+
 def which_beside(config: Any, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Which checkpoints a run's frozen models are, as JSON: another one is another run.
+    """Which checkpoints a run's other models are, as JSON: another one is another run.
 
     Args:
         config: The run, a `TrainConfig`.
         tokenizer: Of the model that learns.
 
     Raises:
-        InputError: A teacher is none, or reads other tokens.
+        InputError: A teacher is none, or reads other tokens; or a critic does.
         CheckpointError: One cannot be read.
     """
-    beside = frozen_beside(config)
-    if TEACHER in beside:
-        _check_teacher(config, tokenizer)
-    paths = {name: path for name, path in beside.items() if path is not None}
-    return {name: [path, find_checkpoint(path).step] for name, path in paths.items()}
+    if TEACHER in frozen_beside(config):
+        path = config.objective.teacher
+        if path is None:
+            raise InputError(
+                "objective.teacher: distill learns from what another model would say; name its"
+                " checkpoint, as --objective.teacher runs/large"
+            )
+        _check_reads(config, path, "objective.teacher", teacher_of(config), tokenizer)
+    if config.policy.critic is not None:
+        model = critic_of(config)
+        _check_reads(config, config.policy.critic, "policy.critic", model, tokenizer)
+    init = started_from(config)
+    others = {} if not isinstance(init, Mapping) else init
+    return {
+        name: [path, find_checkpoint(path).step] for name, path in others.items() if name != LEARNER
+    }
 
 
-def _check_teacher(config: Any, tokenizer: Tokenizer) -> None:
-    path = config.objective.teacher
-    if path is None:
-        raise InputError(
-            "objective.teacher: distill learns from what another model would say; name its"
-            " checkpoint, as --objective.teacher runs/large"
-        )
+def _check_reads(config: Any, path: str, option: str, model: Any, tokenizer: Tokenizer) -> None:
+    """Refuse a model beside another that is no whole one, or reads other tokens."""
     if initial_adapter(path) is not None:
         raise InputError(
-            f"objective.teacher: '{path}' is an adapter; give the whole model, as colossax export"
-            " --merge --as-checkpoint writes it"
+            f"{option}: '{path}' is an adapter; give the whole model, as colossax export --merge"
+            " --as-checkpoint writes it"
         )
-    sizes = {"teacher": teacher_of(config).decoder().vocab, "student": config.model.decoder().vocab}
-    if len(set(sizes.values())) > 1:
+    has, wanted = model.decoder().vocab, config.model.decoder().vocab
+    if has != wanted:
         raise InputError(
-            f"objective.teacher: '{path}' tells {sizes['teacher']:,} tokens and the student"
-            f" {sizes['student']:,}; give a teacher with the student's tokenizer"
+            f"{option}: '{path}' reads {has:,} tokens and the model that learns {wanted:,}; give"
+            " one with its tokenizer"
         )
     known = find_checkpoint(path).document("tokenizer", str)
     if known is not None and Tokenizer.from_json(known).fingerprint != tokenizer.fingerprint:
         raise InputError(
-            f"objective.teacher: '{path}' has another tokenizer than the student, so that its"
-            " tokens mean other things; give a teacher with the student's tokenizer"
+            f"{option}: '{path}' has another tokenizer than the model that learns, so that its"
+            " tokens mean other things; give one with the same"
         )

@@ -30,9 +30,9 @@ from colossax.tasks.posttraining.conversations import (
 )
 from colossax.tasks.posttraining.kto import kto_loss, kto_options
 from colossax.tasks.posttraining.pairs import dpo_loss, ipo_loss, orpo_loss, simpo_loss
+from colossax.tasks.posttraining.policy_gradient.task import with_rollouts
 from colossax.tasks.posttraining.reference import reference_options
 from colossax.tasks.posttraining.roles import teacher_of, which_beside, with_beside
-from colossax.tasks.posttraining.rollout_task import with_rollouts
 from colossax.tasks.task import Task
 from colossax.typing import TrainState
 

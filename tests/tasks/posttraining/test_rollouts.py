@@ -22,7 +22,7 @@ from colossax.recipes import recipe
 from colossax.run.calling import StepEnd, Tools
 from colossax.scheduling import EngineRequest, SamplingConfig
 from colossax.tasks import group_advantages, task_of
-from colossax.tasks.posttraining.rollouts import _cut
+from colossax.tasks.posttraining.policy_gradient.rollouts import _cut
 from tests.launching import ROOT, pair, run
 from tests.serve.fake import CHATML, TOKENIZER
 from tests.tasks.posttraining import arithmetic

@@ -22,6 +22,7 @@ from colossax.nn import AdapterConfig
 from colossax.optim import adamw
 from colossax.planner import build_step
 from colossax.planner.task_step import settle_task, task_step
+from colossax.processes.group import Group
 from colossax.recipes import recipe
 from colossax.run import RunConfig, RunOptions, train
 from colossax.tasks import MaskConfig, ObjectiveConfig, next_token_loss, task_of
@@ -295,10 +296,10 @@ def test_a_teacher_is_a_whole_model_with_the_tokenizer_of_the_student(
     ran(given("sft").replace(steps=1, adapter=AdapterConfig(rank=2)), tmp_path / "adapted")
     refused("objective.teacher: .* is an adapter; give the whole", str(tmp_path / "adapted"))
     wider = write_random(dataclasses.replace(MODEL, vocab=280), tmp_path / "wider")
-    refused("tells 280 tokens and the student 272; give a teacher", str(wider))
+    refused("reads 280 tokens and the model that learns 272; give one", str(wider))
     other = Tokenizer.from_json(TOKENIZER.to_json().replace("<|im_end|>", "<|im_stop|>"))
     reads = write_random(MODEL, tmp_path / "reads", tokenizer=other)
-    refused("has another tokenizer than the student", str(reads))
+    refused("objective.teacher: .* has another tokenizer than the model that learns", str(reads))
     task = task_of(config.replace(init=None))
     with pytest.raises(InputError, match="init: distill teaches a model that is there"):
         task.identity()
@@ -337,4 +338,5 @@ def test_an_adapter_learns_from_a_teacher_and_is_kept_as_one_of_its_base(given, 
                 task_of(adapted),
                 RunConfig(steps=1, init=init),
                 RunOptions(out=str(tmp_path / "no"), trackers=("json",)),
+                Group(None, {}),
             )

@@ -9,18 +9,24 @@ import jax
 import numpy as np
 
 from colossax.config import to_json
+from colossax.models import config_to_json
 from colossax.processes.group import Group
 from colossax.step.step import Step
 from colossax.tasks.config import TrainConfig
 from colossax.tasks.posttraining.answers import telling
-from colossax.tasks.posttraining.asked import Asked, open_prompts
-from colossax.tasks.posttraining.config import check_rollouts
+from colossax.tasks.posttraining.config import CRITIC, check_rollouts
 from colossax.tasks.posttraining.conversations import identified, kept_documents
-from colossax.tasks.posttraining.policy import ADVANTAGES, ENGINE_LOGPS, policy_loss
+from colossax.tasks.posttraining.policy_gradient.asked import Asked, open_prompts
+from colossax.tasks.posttraining.policy_gradient.critic import (
+    REWARDS,
+    actor_critic_loss,
+    critic_options,
+)
+from colossax.tasks.posttraining.policy_gradient.loss import ADVANTAGES, ENGINE_LOGPS, policy_loss
+from colossax.tasks.posttraining.policy_gradient.rollouts import ROW_DIMS, Rollouts
 from colossax.tasks.posttraining.reference import reference_options
 from colossax.tasks.posttraining.rewards.judge import Judge
-from colossax.tasks.posttraining.roles import which_beside, with_beside
-from colossax.tasks.posttraining.rollouts import ROW_DIMS, Rollouts
+from colossax.tasks.posttraining.roles import critic_of, which_beside, with_beside
 from colossax.tasks.task import Task
 from colossax.typing import TEXT_BATCH_DIMS, TrainState
 
@@ -56,6 +62,8 @@ def with_rollouts(
         return found
 
     rollouts = Rollouts(config, opened, group)
+    ppo = config.objective.name == "ppo"
+    loss = actor_critic_loss if ppo else policy_loss
     # Where and by how many answers are written and judged changes none of them.
     deciding = ("rewards", "group", "max_tokens", "scaled", "failed")
     more: dict[str, Any] = {
@@ -73,10 +81,10 @@ def with_rollouts(
     return dataclasses.replace(
         task,
         make_model=with_beside(config, task.make_model),
-        loss=telling(policy_loss(config.policy, documents=config.objective.documents)),
+        loss=telling(loss(config.policy, documents=config.objective.documents)),
         options=dataclasses.replace(task.options, **_options(config)),
         shapes=_shapes(config),
-        flops=task.flops + _reference_flops(config),
+        flops=task.flops + _flops_beside(config),
         flops_formula=_formula(task, config),
         batches=rollouts.batches,
         callbacks=(rollouts,),
@@ -85,7 +93,10 @@ def with_rollouts(
         drawn=("reward", VALIDATION_REWARD),
         baselines=dict,
         identity=asked,
-        documents=lambda: kept_documents(config, opened()),
+        documents=lambda: {
+            **kept_documents(config, opened()),
+            **({"models": {CRITIC: config_to_json(critic_of(config))}} if ppo else {}),
+        },
         introduction=lambda: [f"data: {line}" for line in opened().description],
         conclusion=_conclusion,
         complete=None,
@@ -93,6 +104,9 @@ def with_rollouts(
 
 
 def _options(config: TrainConfig) -> dict[str, Any]:
+    if config.objective.name == "ppo":
+        options = critic_options(config.policy)
+        return {**options, "batch_dims": {**options["batch_dims"], ENGINE_LOGPS: ("batch", "seq")}}
     dims = {name: ROW_DIMS[name] for name in (ADVANTAGES, ENGINE_LOGPS)}
     if not config.policy.divergence:
         return {"batch_dims": dims}
@@ -103,8 +117,9 @@ def _options(config: TrainConfig) -> dict[str, Any]:
 def _shapes(config: TrainConfig) -> dict[str, jax.ShapeDtypeStruct]:
     """Shapes and dtypes of a run's global batch."""
     size = (config.data.global_batch, config.data.seq_len)
-    numbers = {"weights", ADVANTAGES, ENGINE_LOGPS}
-    names = [*TEXT_BATCH_DIMS, ADVANTAGES, ENGINE_LOGPS]
+    worth = REWARDS if config.objective.name == "ppo" else ADVANTAGES
+    numbers = {"weights", worth, ENGINE_LOGPS}
+    names = [*TEXT_BATCH_DIMS, worth, ENGINE_LOGPS]
     return {
         name: jax.ShapeDtypeStruct(size, np.float32 if name in numbers else np.int32)
         for name in names
@@ -112,15 +127,27 @@ def _shapes(config: TrainConfig) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def _formula(task: Task, config: TrainConfig) -> str:
-    beside = ", and 2 per matmul weight for the reference" if config.policy.divergence else ""
+    ppo, diverges = config.objective.name == "ppo", config.policy.divergence
+    beside = ", and 2 per matmul weight for the reference" if diverges else ""
+    if ppo:
+        beside = ", the critic's likewise and 2 for its values"
+        beside += ", and 2 for policy and reference each before" if diverges else ""
     return f"{task.flops_formula}{beside}; what writes the answers is not counted, their time is"
 
 
-def _reference_flops(config: TrainConfig) -> int:
-    """Of a step: the forward pass of the reference, where there is one."""
-    tokens = config.data.global_batch * config.data.seq_len
-    forward = config.model.decoder().train_flops_per_token(config.data.seq_len) // 3
-    return int(tokens * forward) if config.policy.divergence else 0
+def _flops_beside(config: TrainConfig) -> int:
+    """Of a step: the forward pass of the reference, where there is one; and all of a critic."""
+    seq_len, frozen = config.data.seq_len, bool(config.adapter)
+    each = 0.0
+    forward = config.model.decoder().train_flops_per_token(seq_len) / 3
+    if config.objective.name == "ppo":
+        critic = critic_of(config).decoder()
+        each += critic.train_flops_per_token(seq_len, frozen=frozen)
+        each += critic.train_flops_per_token(seq_len) / 3
+        each += 2 * forward if config.policy.divergence else 0
+    elif config.policy.divergence:
+        each += forward
+    return int(config.data.global_batch * seq_len * each)
 
 
 def _validated(rollouts: Rollouts, step: Step, state: TrainState) -> dict[str, float]:

@@ -22,10 +22,11 @@ from colossax.processes.group import Group
 from colossax.scheduling import EngineRequest, SamplingConfig
 from colossax.step.step import Step
 from colossax.tasks.config import TrainConfig
-from colossax.tasks.posttraining.advantages import group_advantages
-from colossax.tasks.posttraining.asked import Asked
 from colossax.tasks.posttraining.config import LEARNER, longest_prompt
-from colossax.tasks.posttraining.policy import ADVANTAGES, ENGINE_LOGPS, NOT_SAID
+from colossax.tasks.posttraining.policy_gradient.advantages import group_advantages
+from colossax.tasks.posttraining.policy_gradient.asked import Asked
+from colossax.tasks.posttraining.policy_gradient.critic import REWARDS
+from colossax.tasks.posttraining.policy_gradient.loss import ADVANTAGES, ENGINE_LOGPS, NOT_SAID
 from colossax.tasks.posttraining.rewards.answer import Answer
 from colossax.tasks.posttraining.rewards.judge import Judge
 from colossax.tasks.posttraining.rewards.pool import RewardWorkers
@@ -35,7 +36,7 @@ from colossax.typing import TOKEN_DIMS, Batch, Dims, Params, TrainState
 
 ROW_DIMS: dict[str, Dims] = {
     **TOKEN_DIMS,
-    **dict.fromkeys((ADVANTAGES, ENGINE_LOGPS), ("batch", "seq")),
+    **dict.fromkeys((ADVANTAGES, REWARDS, ENGINE_LOGPS), ("batch", "seq")),
 }
 """Dims of all arrays that rows of rewarded answers have."""
 
@@ -46,6 +47,9 @@ LEARNED = (
     "entropy",
     "kl_k1",
     "kl_k3",
+    "value",
+    "value_error",
+    "return",
 )
 """Of a step's metrics, what is recorded with its answers."""
 
@@ -123,7 +127,8 @@ class Rollouts(Callback):
             known = now.metrics
             told = [*LEARNED, *(OF_ENGINE if any(judged.logprobs) else ())]
             learned = {name: known[name] for name in told if name in known}
-            now.log({**told_of(judged, self._config.rollout.group), **learned})
+            group = len(judged.rewards) if self._critic else self._config.rollout.group
+            now.log({**told_of(judged, group), **learned})
             if judged.failures:
                 count = sum(judged.failures.values())
                 now.note(
@@ -311,23 +316,32 @@ class Rollouts(Callback):
     def _rows(self, judged: Judged, wanted: Sequence[int]) -> LocalBatch:
         """The rows that this process holds, of as many answers each."""
         rollout, documents = self._config.rollout, self._config.objective.documents
-        groups = np.arange(len(judged.rewards)) // rollout.group
-        advantages = group_advantages(judged.rewards, groups, scaled=rollout.scaled)
+        numbers = judged.rewards
+        if not self._critic:
+            groups = np.arange(len(numbers)) // rollout.group
+            numbers = group_advantages(numbers, groups, scaled=rollout.scaled)
         rows = []
         for row in wanted:
             own = range(row * documents, (row + 1) * documents)
-            rows.append(self._row(judged, advantages, own))
+            rows.append(self._row(judged, numbers, own))
         return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
-    def _row(self, judged: Judged, advantages: np.ndarray, own: range) -> LocalBatch:
+    @property
+    def _critic(self) -> bool:
+        """Whether a critic makes advantages of rewards; else those of a group do."""
+        return self._config.objective.name == "ppo"
+
+    def _row(self, judged: Judged, numbers: np.ndarray, own: range) -> LocalBatch:
         documents = []
         for at in own:
             tokens = np.asarray([*judged.prompts[at].tokens, *judged.tokens[at]], np.int32)
             documents.append((tokens, np.arange(len(tokens)) >= len(judged.prompts[at].tokens)))
         row = filled_row(documents, self._config.data.seq_len)
         told = row["weights"] > 0
-        each = np.where(told, advantages[own.start :][row["segments"]], 0.0)
-        row[ADVANTAGES] = each.astype(np.float32)
+        each = np.where(told, numbers[own.start :][row["segments"]], 0.0)
+        if self._critic:  # an answer's reward is that of its last token
+            each[:-1][told[1:] & (row["segments"][1:] == row["segments"][:-1])] = 0.0
+        row[REWARDS if self._critic else ADVANTAGES] = each.astype(np.float32)
         row[ENGINE_LOGPS] = np.full(len(told), NOT_SAID, np.float32)
         if any(judged.logprobs[at] for at in own):
             said = (judged.logprobs[at] for at in own)
