@@ -8,6 +8,7 @@ processor. Seeds that `--out` holds are not run again.
     python bench/grpo_sums.py [--seeds N] [--out FILE] [--plot FILE]
 """
 
+import functools
 import os
 import sys
 import tempfile
@@ -24,22 +25,23 @@ STEPS, BEGINNING, END = 250, 5, 20
 LOW, HIGH, LONGEST_S = 0.3, 0.9, 300.0
 
 
-def main() -> int:
+def main(objective: str = "grpo") -> int:
     """Run what is new, draw all, and return the exit code."""
-    args = seeds.arguments(__doc__.splitlines()[0], "grpo_sums")
+    args = seeds.arguments(__doc__.splitlines()[0], f"{objective}_sums")
     os.environ.setdefault("PYTHONPATH", str(common.REPOSITORY))  # for those who reward
-    found = seeds.measured(args, _run, lambda one: len(one["rewards"]) == STEPS)
+    run = functools.partial(_run, objective=objective)
+    found = seeds.measured(args, run, lambda one: len(one["rewards"]) == STEPS)
     return _told(found, args.plot)
 
 
-def _run(seed: int) -> dict[str, Any]:
+def _run(seed: int, objective: str) -> dict[str, Any]:
     from tests.tasks.posttraining import arithmetic
 
     before = time.process_time()
     with tempfile.TemporaryDirectory() as name:
         arithmetic.taught(Path(name), seed)
         began = time.process_time()
-        found = arithmetic.learned(Path(name), STEPS, seed)
+        found = arithmetic.learned(Path(name), STEPS, seed, objective)
     return {
         "rewards": [one["reward"] for one in found],
         "entropy": [one["entropy"] for one in found],

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from .posttraining.policy_gradient.advantages import gae as gae
     from .posttraining.policy_gradient.advantages import group_advantages as group_advantages
     from .posttraining.policy_gradient.advantages import whitened as whitened
+    from .posttraining.policy_gradient.critic import actor_critic_loss as actor_critic_loss
+    from .posttraining.policy_gradient.critic import critic_options as critic_options
     from .posttraining.policy_gradient.loss import clipped_value_loss as clipped_value_loss
     from .posttraining.policy_gradient.loss import kl_estimate as kl_estimate
     from .posttraining.policy_gradient.loss import policy_loss as policy_loss

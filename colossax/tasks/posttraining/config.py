@@ -6,6 +6,7 @@ from typing import Annotated, Any
 from colossax.config import (
     Bound,
     Count,
+    MeshAxis,
     NotNegative,
     Positive,
     Share,
@@ -14,7 +15,7 @@ from colossax.config import (
     check_types,
     nearest,
 )
-from colossax.errors import InputError
+from colossax.errors import InputError, PlanError
 
 LEARNER, CRITIC, REFERENCE, TEACHER = "model", "critic", "reference", "teacher"
 """Names of a run's models, where there are several: the one that learns, which checkpoints have as
@@ -293,6 +294,12 @@ def _check_others(config: Any) -> None:
             raise InputError(
                 f"policy.{field.name}: is of ppo, which has a critic; leave it out, or train ppo"
             )
+    stages = config.plan.mesh.get(MeshAxis.STAGE, 1)
+    if name == "ppo" and stages != 1:
+        raise PlanError(
+            f"plan.mesh: found stage={stages}, and stages share the layers of one model that"
+            " learns, while ppo has two; give data, fsdp, tensor or ring, or train grpo"
+        )
     if name == "ppo" and not config.rollout.scaled:
         raise InputError(
             "rollout.scaled: is of grpo, which holds the answers to a prompt against each other;"

@@ -1,6 +1,6 @@
 """Sums of two digits: a model that says one in five right, and what it learns from rewards.
 
-python -m tests.tasks.posttraining.arithmetic FOLDER STEPS SEED
+python -m tests.tasks.posttraining.arithmetic FOLDER STEPS SEED [OBJECTIVE]
 """
 
 import json
@@ -64,27 +64,30 @@ def taught(folder, seed=0):
     return folder / "taught"
 
 
-def asked(folder, steps, seed=0):
+def asked(folder, steps, seed=0, objective="grpo"):
     """The run that learns from rewards."""
-    config = recipe("grpo").replace(model=MODEL, init=str(folder / "taught"), steps=steps)
+    config = recipe(objective).replace(model=MODEL, init=str(folder / "taught"), steps=steps)
     config = config.replace(plan=Plan(precision=Precision()), validate_every=10, seed=seed)
     path = str(folder / "prompts.jsonl")
     config = changed(config, "data", path=path, seq_len=64, global_batch=32)
     config = changed(config, "objective", documents=8)
     reward = "tests.tasks.posttraining.arithmetic:right"
-    config = changed(config, "rollout", rewards=reward, max_tokens=2, group=16, seats=128)
-    return changed(config, "optimizer", peak_lr=2e-3, warmup=5)
+    ppo = objective == "ppo"
+    group = 1 if ppo else 16
+    config = changed(config, "rollout", rewards=reward, max_tokens=2, group=group, seats=128)
+    config = changed(config, "policy", divergence=0.1 if ppo else 0.0)
+    return changed(config, "optimizer", peak_lr=1e-3 if ppo else 2e-3, warmup=5)
 
 
-def learned(folder, steps, seed):
+def learned(folder, steps, seed, objective="grpo"):
     """What was recorded of each step's answers, where a model was taught."""
-    ran(asked(folder, steps, seed), folder / "grpo")
-    lines = (folder / "grpo" / "metrics.jsonl").read_text("utf-8").splitlines()
+    ran(asked(folder, steps, seed, objective), folder / objective)
+    lines = (folder / objective / "metrics.jsonl").read_text("utf-8").splitlines()
     return [one for one in map(json.loads, lines) if "reward_spread" in one]
 
 
 if __name__ == "__main__":
-    given, numbers = Path(sys.argv[1]), [int(word) for word in sys.argv[2:]]
+    given, numbers = Path(sys.argv[1]), [int(word) for word in sys.argv[2:4]]
     taught(given, numbers[1])
-    found = learned(given, *numbers)
+    found = learned(given, *numbers, *sys.argv[4:])
     print(json.dumps([one["reward"] for one in found]))

@@ -15,6 +15,8 @@ from colossax.optim import sgd
 from colossax.planner import build_step
 from colossax.tasks import (
     PolicyConfig,
+    actor_critic_loss,
+    critic_options,
     dpo_loss,
     ipo_loss,
     kto_loss,
@@ -37,6 +39,8 @@ CONFIG = LlamaConfig(
 ADAPTER = AdapterConfig(rank=4, targets="attn/*")
 ROWS = 32
 
+PPO = PolicyConfig(divergence=0.1, estimator="k1", normaliser="token", discount=0.9)
+
 OBJECTIVES = {
     "dpo": (dpo_loss(documents=DOCUMENTS), reference_options()),
     "dpo, adapter": (dpo_loss(documents=DOCUMENTS), reference_options()),
@@ -55,6 +59,7 @@ OBJECTIVES = {
             },
         },
     ),
+    "ppo": (actor_critic_loss(PPO, documents=DOCUMENTS), critic_options(PPO)),
     "kto": (kto_loss(documents=DOCUMENTS), kto_options(documents=DOCUMENTS)),
 }
 
@@ -80,11 +85,13 @@ ALL = [
     for number, mesh in enumerate(MESHES)
     for at, cut in enumerate(CUTS)
     if name in ("dpo", "orpo", "kto") or number % len(CUTS) == at
+    if (mesh, name) != ("stage", "ppo")
     if mesh != "host" or name in ("dpo, adapter", "simpo", "orpo", "reward")
 ]
 """Each objective on each mesh; those that differ by more than a formula however they are cut.
 
-What is updated layer by layer has to learn, so that a frozen model beside it is not in host memory.
+What is updated layer by layer has to learn, so that a frozen model beside it is not in host memory;
+stages share the layers of one model that learns.
 """
 
 QUICK = [
@@ -106,6 +113,10 @@ def batch():
 
 
 def makers(name):
+    if name == "ppo":
+        critic = dataclasses.replace(CONFIG, head=HeadConfig(outputs=1, bias=False))
+        frozen = {"reference": maker(CONFIG)}
+        return {"policy": maker(CONFIG), "critic": maker(critic), **frozen}
     if name == "dpo, adapter":
         return with_adapter(maker(CONFIG), ADAPTER)
     return {"policy": maker(CONFIG), "teacher" if name == "distill" else "reference": maker(CONFIG)}
@@ -128,6 +139,8 @@ def given(name):
         rng = np.random.default_rng(6)
         draws = rng.normal(size=(2, ROWS, SEQ)).astype(np.float32)
         more = {"advantages": draws[0], "old_logps": -3 + 0.3 * draws[1]}
+    if name == "ppo":
+        more = {"rewards": np.random.default_rng(6).normal(size=(ROWS, SEQ)).astype(np.float32)}
     return every if name == "kto" else {n: x for n, x in every.items() if n in rows_of([])} | more
 
 
