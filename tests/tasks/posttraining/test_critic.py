@@ -215,8 +215,23 @@ def numbers(folder):
     return np.array([[one[name] for name in names] for one in test_rollouts.drawn(folder)])
 
 
+@pytest.mark.catches("every-token-earns")
+def test_an_answer_earns_its_reward_at_its_last_token(base):
+    config = config_of(base)
+    task, step, _, rollouts = test_rollouts.begun(config)
+    with task.batches(step, 0) as batches:
+        row = {name: np.asarray(x) for name, x in next(batches).items()}
+    judged = rollouts._made[1]
+    assert set(row) == {*rows_of(UNEVEN), "rewards", "engine_logps"}
+    rewards = iter(judged.rewards)
+    for at in range(test_rollouts.ROWS):
+        for number in range(test_rollouts.DOCUMENTS):
+            own = row["rewards"][at, _told(row, at, number)]
+            assert own[-1] == pytest.approx(next(rewards)) and not own[:-1].any()
+    assert np.count_nonzero(row["rewards"]) == np.count_nonzero(judged.rewards)
+
+
 @pytest.mark.slow
-@pytest.mark.catches("critic-begins-anew")
 @pytest.mark.parametrize("rank", [0, 2])
 def test_a_run_resumed_on_other_meshes_is_one_that_nobody_touched(rank, base, tmp_path):
     config = config_of(base, divergence=0.1).replace(adapter=AdapterConfig(rank=rank))
