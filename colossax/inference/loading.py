@@ -341,7 +341,8 @@ def open_checkpoint(
         reader.document(document, kind)
     where = f"checkpoint '{directory}' step {reader.step}"
     model = config_from_json(configuration_of(documents, name, where))
-    adapter, beside = documents.get("adapter"), None
+    # What is named beside it is whole.
+    adapter, beside = documents.get("adapter") if name == MODEL else None, None
     if adapter is not None:
         if learned_head(reader):
             raise InputError(

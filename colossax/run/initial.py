@@ -242,7 +242,8 @@ def initial_params(
         new_head = any(origin.holding(info).lacks(info) for info in head)
         if new_head:
             origin.check_but_head(own)
-        read = _read(origin, step, list(stored.values()), exact=not (origin.base or new_head))
+        every = not (origin.base or new_head) and all(map(only, own))
+        read = _read(origin, step, list(stored.values()), exact=every)
         arrays.update(zip(stored, read, strict=True))
     if any(map(is_drawn, infos)):
         drawn = jax.tree.leaves(step.fresh_params(seed, only=is_drawn))

@@ -115,9 +115,9 @@ def origins_of(
     """
     if isinstance(init, Mapping):
         _check_names(init, names)
-        return {name: _origin(source, name, base) for name, source in init.items()}
+        return _based({name: _origin(source, name, base) for name, source in init.items()}, base)
     if not names:
-        return {MODEL: _origin(init, MODEL, base)}
+        return _based({MODEL: _origin(init, MODEL, base)}, base)
     path = init[0] if isinstance(init, tuple) else init
     held = _models_of(frozenset(find_checkpoint(path).records()))
     if isinstance(init, tuple) or not set(names) <= set(held):
@@ -125,7 +125,17 @@ def origins_of(
             f"init: the run trains {_listed(names)}, and '{path}' holds {_listed(held)}; say by"
             f" name what starts from it, as in {{'{names[0]}': {init!r}}}"
         )
-    return {name: _origin(path, name, base) for name in names}
+    return _based({name: _origin(path, name, base) for name in names}, base)
+
+
+def _based(origins: dict[str, Origin], base: str | Path | None) -> dict[str, Origin]:
+    """The same; a base that is named has to be one of some of them."""
+    if base is not None and not any(origin.base for origin in origins.values()):
+        path = next(iter(origins.values())).path
+        raise InputError(
+            f"base: '{path}', which init names, is of a whole model and no adapter; leave base out"
+        )
+    return origins
 
 
 def _check_names(init: Mapping[str, Source], names: Sequence[str]) -> None:
@@ -143,7 +153,8 @@ def _check_names(init: Mapping[str, Source], names: Sequence[str]) -> None:
 
 
 def _origin(source: Source, name: str, where: str | Path | None) -> Origin:
-    """The model that is named in the checkpoint; else that of this name, or the only one.
+    """The model that is named in the checkpoint; else that of this name, or the only one, or the
+    one that is stored as if it were alone.
 
     Args:
         source: Which checkpoint, and which model.
@@ -155,6 +166,8 @@ def _origin(source: Source, name: str, where: str | Path | None) -> Origin:
     records = frozenset(checkpoint.records())
     held = _models_of(records)
     wanted = asked or (held[0] if len(held) == 1 else name)
+    if asked is None and wanted not in held and MODEL in held:
+        wanted = MODEL
     if wanted not in held:
         raise InputError(
             f"init: '{path}' holds {_listed(held)} and not {_listed((wanted,))}; give one of its"
@@ -165,10 +178,6 @@ def _origin(source: Source, name: str, where: str | Path | None) -> Origin:
         there, model = base_of(checkpoint, where)
         names = frozenset(there.records())
         base = Origin(path=str(there.directory), checkpoint=there, records=names, model=model)
-    elif where is not None:
-        raise InputError(
-            f"base: '{path}', which init names, is of a whole model and no adapter; leave base out"
-        )
     return Origin(path=str(path), checkpoint=checkpoint, records=records, model=wanted, base=base)
 
 

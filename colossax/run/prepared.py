@@ -135,13 +135,13 @@ def whole_base(step: Step) -> str | None:
 
 def _check_frozen(step: Step, init: Init | None) -> None:
     """Refuse frozen models, of several, that would begin random."""
-    if not isinstance(init, Mapping):
+    if not step.spec.model_names or isinstance(init, str | Path | tuple):
         return
     frozen = {info.model for info in jax.tree.leaves(step.spec.infos) if info.of_base}
-    if missing := sorted(name for name in frozen - init.keys() if name is not None):
+    if missing := sorted(name for name in frozen - {*(init or {})} if name is not None):
         raise InputError(
-            f"init: all or a part of '{missing[0]}' is frozen, and it begins random; say by name"
-            " what it starts from"
+            f"init: all or a part of '{missing[0]}' is frozen, and it begins random; give the"
+            " checkpoint of a model with --init, or say by name what it starts from"
         )
 
 
@@ -171,7 +171,7 @@ def prepare(task: Task, config: RunConfig, options: RunOptions, group: Group) ->
     devices = options.devices()
     settled = settle_task(task, config.plan, devices, agree=group.from_first)
     step = task_step(task, settled, devices, disk=folder.path / OFFLOADED)
-    if config.init is None and has_adapter(step):
+    if config.init is None and has_adapter(step) and MODEL not in step.spec.model_names:
         which = "adapter" if whole_base(step) is None else "drafter"
         raise InputError(
             f"{which}: it learns beside a model that is frozen, and this one begins random; give"

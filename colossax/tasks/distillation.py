@@ -75,7 +75,7 @@ def distillation_loss(
 def soft_target_loss(
     *, text: float = 0.0, temperature: float = 1.0, student: str = STUDENT, teacher: str = TEACHER
 ) -> Loss:
-    """`(1 - text) KL(teacher || student) + text CE`, over real targets.
+    """`(1 - text) T^2 KL(teacher || student) + text CE`, over real targets.
 
     As `distillation_loss`, but for what does not change in a run; with `soft_target_options()`.
 

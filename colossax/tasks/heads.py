@@ -85,7 +85,7 @@ def value_loss() -> Loss:
     def loss(model: Any, batch: Batch, row_keys: Array | None = None) -> tuple[Terms, Sums]:
         if _head(model).pool is None:
             values, there = batch[TOKEN_VALUES], jnp.ones((), bool)
-            told = values_of_tokens(model, batch, row_keys)
+            told, _ = values_of_tokens(model, batch, row_keys)
             if "segments" in batch:
                 there = batch["segments"] >= 0
             weights = jnp.where(there, batch.get("weights", 1.0), 0.0)
@@ -103,8 +103,8 @@ def value_loss() -> Loss:
 
 def values_of_tokens(
     model: Any, batch: Batch, row_keys: Array | None = None
-) -> Float[Array, "b s"]:
-    """One number of each token, by a head that does not pool.
+) -> tuple[Float[Array, "b s"], dict[str, Any]]:
+    """One number of each token, by a head that does not pool; and what the layers counted.
 
     Raises:
         InputError: When traced: the model has no such head.
@@ -114,7 +114,8 @@ def values_of_tokens(
             f"model.head.pool: found '{_head(model).pool}', and a value is told of each token;"
             " leave pool out"
         )
-    return _scalars(model, _answers(model, batch, 1, row_keys))
+    hidden, sums = hidden_states(model, batch, row_keys)
+    return _scalars(model, model.told(hidden, segments=batch.get("segments"), documents=1)), sums
 
 
 def preference_loss(*, documents: int = 2, margin: float = 0.0) -> Loss:

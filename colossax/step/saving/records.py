@@ -114,8 +114,8 @@ class StateRecords:
             return {}
         if base is None:
             raise InputError(
-                "step.restore: the model has an adapter, whose checkpoints leave out what is"
-                " frozen; give its parameters as base=state['params']"
+                "step.restore: the step has an adapter or a frozen model, whose parameters"
+                " checkpoints leave out; give them as base=state['params']"
             )
         of_base = [info.of_base for info in jax.tree.leaves(self._step.spec.infos)]
         leaves = jax.tree.leaves(base, is_leaf=lambda x: x is None)

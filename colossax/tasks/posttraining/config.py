@@ -14,6 +14,7 @@ from colossax.config import (
     check_text,
     check_types,
     nearest,
+    to_json,
 )
 from colossax.errors import InputError, PlanError
 
@@ -41,6 +42,10 @@ ON_ROLLOUTS = ("grpo", "ppo")
 
 _WITH_REFERENCE = ("dpo", "ipo", "kto")
 _ON_PAIRS = ("reward", "dpo", "ipo", "simpo", "orpo")
+
+_OF_DISTILL = ("teacher", "temperature", "text")
+_OF_PPO = ("critic", "value", "value_clip", "discount", "decay", "whitened")
+"""Settings of one objective alone."""
 
 NORMALISERS = ("token", "sequence", "longest")
 ESTIMATORS = ("k1", "k2", "k3")
@@ -145,11 +150,9 @@ class ObjectiveConfig:
             raise InputError(f"objective.name: unknown '{self.name}'{nearest(self.name, known)}")
         if self.beta is not None and self.name in ("sft", "distill", "reward"):
             raise InputError(f"objective.beta: {self.name} has none; leave it out")
-        given = [
-            f for f in dataclasses.fields(self) if f.name in ("teacher", "temperature", "text")
-        ]
-        for field in given:
-            if self.name != "distill" and getattr(self, field.name) != field.default:
+        for field in dataclasses.fields(self):
+            own = field.name not in _OF_DISTILL or self.name == "distill"
+            if not own and getattr(self, field.name) != field.default:
                 raise InputError(
                     f"objective.{field.name}: is of distill, which learns from another model; leave"
                     " it out, or train distill"
@@ -238,7 +241,8 @@ def check_objective(config: Any) -> None:
 
     Raises:
         InputError: The model tells no tokens of its own text, data are none of conversations, a
-            reference is missing, or more is to be learned.
+            critic is asked for by another objective, or more is to be learned.
+        PlanError: A model and its critic are to share stages.
     """
     objective, data = config.objective, config.data
     given = {"rollout": config.rollout, "policy": config.policy}
@@ -283,9 +287,6 @@ def against_reference(config: Any) -> bool:
     return config.objective.with_reference or diverges
 
 
-_OF_PPO = ("critic", "value", "value_clip", "discount", "decay", "whitened")
-
-
 def _check_others(config: Any) -> None:
     """Refuse settings of one policy gradient beside another."""
     policy, name = config.policy, config.objective.name
@@ -295,7 +296,7 @@ def _check_others(config: Any) -> None:
                 f"policy.{field.name}: is of ppo, which has a critic; leave it out, or train ppo"
             )
     stages = config.plan.mesh.get(MeshAxis.STAGE, 1)
-    if name == "ppo" and stages != 1:
+    if name == "ppo" and stages > 1:
         raise PlanError(
             f"plan.mesh: found stage={stages}, and stages share the layers of one model that"
             " learns, while ppo has two; give data, fsdp, tensor or ring, or train grpo"
@@ -321,11 +322,27 @@ def frozen_beside(config: Any) -> dict[str, str | None]:
     return found
 
 
-def started_from(config: Any) -> str | dict[str, str] | None:
+def deciding(of: Any, name: str) -> dict[str, Any]:
+    """An objective's or a policy's settings that tell its run from others, as JSON.
+
+    Those of other objectives are left out, so that they may come to be without a run being another;
+    and so are checkpoints, which are told by what they hold.
+
+    Args:
+        of: Configuration.
+        name: Of the objective.
+    """
+    without = {"teacher", "critic", *(() if name == "distill" else _OF_DISTILL)}
+    if isinstance(of, PolicyConfig):
+        without = {"critic", *(() if name == "ppo" else _OF_PPO)}
+    return {field: value for field, value in to_json(of).items() if field not in without}
+
+
+def started_from(config: Any) -> str | dict[str, Any] | None:
     """What the models of a `TrainConfig`'s run start from, as `RunConfig.init` has it."""
-    beside = frozen_beside(config)
+    beside: dict[str, Any] = {**frozen_beside(config)}
     if config.objective.name == "ppo":
-        beside[CRITIC] = config.policy.critic or config.init
+        beside[CRITIC] = config.policy.critic or (config.init and (config.init, LEARNER))
     if not beside:
         return config.init
     return {name: path for name, path in {LEARNER: config.init, **beside}.items() if path} or None

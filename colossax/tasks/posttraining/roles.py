@@ -5,21 +5,22 @@ from collections.abc import Mapping
 from typing import Any
 
 from colossax.checkpoint import find_checkpoint
+from colossax.checkpoint.base import checksum
 from colossax.data import Tokenizer
-from colossax.errors import InputError
+from colossax.errors import CheckpointError, InputError
 from colossax.models import config_from_json, maker
-from colossax.nn import MakeModels, as_target, with_adapter, with_new_head
+from colossax.nn import MakeModels, as_target, with_new_head
 from colossax.nn.config import HeadConfig
 from colossax.nn.config.reading import reads_text_alone
 from colossax.tasks.initial import initial_adapter, initial_model
-from colossax.tasks.posttraining.config import CRITIC, LEARNER, TEACHER, frozen_beside, started_from
+from colossax.tasks.posttraining.config import CRITIC, LEARNER, TEACHER, frozen_beside
 
 
 def with_beside(config: Any, make_model: MakeModels) -> MakeModels:
     """Factories of all models of a run.
 
     A teacher that is not named yet is taken to be of the student's size, as to look at a run does
-    not need it. A critic learns as the policy does: as a whole, or by an adapter and its head.
+    not need it. A critic learns as a whole, also where the policy has an adapter.
 
     Args:
         config: The run, a `TrainConfig`.
@@ -34,7 +35,7 @@ def with_beside(config: Any, make_model: MakeModels) -> MakeModels:
         return make_model
     made = {name: as_target(maker(_model_of(config, path))) for name, path in beside.items()}
     if config.objective.name == "ppo":
-        made[CRITIC] = with_adapter(with_new_head(maker(critic_of(config))), config.adapter)
+        made[CRITIC] = with_new_head(maker(critic_of(config)))
     return {LEARNER: make_model, **made} if made else make_model
 
 
@@ -73,12 +74,24 @@ def critic_of(config: Any) -> Any:
 
 def _stored_critic(path: str) -> Any:
     """Of a run with one; else the model that is there."""
-    several = find_checkpoint(path).document("models", dict) or {}
+    several = _several(path)
     return config_from_json(several[CRITIC]) if CRITIC in several else initial_model(path)
 
 
+def _several(path: str) -> dict[str, Any]:
+    """Configurations of a checkpoint's models beside the one that is stored as if alone."""
+    return find_checkpoint(path).document("models", dict) or {}
+
+
+def _holds_critic(path: str, option: str) -> bool:
+    """Whether what is asked for is a critic, which is whole though the policy be an adapter."""
+    return option == "policy.critic" and CRITIC in _several(path)
+
+
 def which_beside(config: Any, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Which checkpoints a run's other models are, as JSON: another one is another run.
+    """Which checkpoints a run's frozen models are, as JSON: another one is another run.
+
+    A critic is none of them: the run's own checkpoints hold it.
 
     Args:
         config: The run, a `TrainConfig`.
@@ -88,7 +101,8 @@ def which_beside(config: Any, tokenizer: Tokenizer) -> dict[str, Any]:
         InputError: A teacher is none, or reads other tokens; or a critic does.
         CheckpointError: One cannot be read.
     """
-    if TEACHER in frozen_beside(config):
+    beside = frozen_beside(config)
+    if TEACHER in beside:
         path = config.objective.teacher
         if path is None:
             raise InputError(
@@ -99,16 +113,21 @@ def which_beside(config: Any, tokenizer: Tokenizer) -> dict[str, Any]:
     if config.policy.critic is not None:
         model = critic_of(config)
         _check_reads(config, config.policy.critic, "policy.critic", model, tokenizer)
-    init = started_from(config)
-    others = {} if not isinstance(init, Mapping) else init
-    return {
-        name: [path, find_checkpoint(path).step] for name, path in others.items() if name != LEARNER
-    }
+    return {name: [path, _told(path)] for name, path in beside.items() if path is not None}
+
+
+def _told(path: str) -> int:
+    """What tells a checkpoint's model from others, wherever it lies."""
+    found = find_checkpoint(path)
+    try:
+        return checksum(found, LEARNER)
+    except CheckpointError:  # of a version that kept no sums
+        return found.step
 
 
 def _check_reads(config: Any, path: str, option: str, model: Any, tokenizer: Tokenizer) -> None:
     """Refuse a model beside another that is no whole one, or reads other tokens."""
-    if initial_adapter(path) is not None:
+    if initial_adapter(path) is not None and not _holds_critic(path, option):
         raise InputError(
             f"{option}: '{path}' is an adapter; give the whole model, as colossax export --merge"
             " --as-checkpoint writes it"

@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from colossax.config import to_json
 from colossax.models import maker
 from colossax.nn import with_adapter, with_new_head
 from colossax.processes.group import Group
@@ -19,7 +18,7 @@ from colossax.tasks.distillation import soft_target_loss, soft_target_options
 from colossax.tasks.heads import preference_loss
 from colossax.tasks.next_token import next_token_loss
 from colossax.tasks.posttraining.answers import telling
-from colossax.tasks.posttraining.config import LEARNER, ObjectiveConfig
+from colossax.tasks.posttraining.config import LEARNER, ObjectiveConfig, deciding
 from colossax.tasks.posttraining.conversations import (
     Conversations,
     Source,
@@ -68,7 +67,7 @@ def with_objective(
     opened = functools.cache(lambda: open_conversations(config, group))
     objective = config.objective
     settled = {"beta": objective.coefficient, "margin": objective.ahead}
-    more = {"objective": {**to_json(objective), **settled}}
+    more = {"objective": {**deciding(objective, objective.name), **settled}}
     if objective.name == "reward":
         make_model = with_adapter(with_new_head(maker(config.model)), config.adapter)
         task = dataclasses.replace(task, make_model=make_model)

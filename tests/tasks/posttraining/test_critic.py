@@ -4,8 +4,10 @@ import dataclasses
 import json
 import types
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
@@ -13,7 +15,9 @@ from colossax.checkpoint import find_checkpoint
 from colossax.config import Plan
 from colossax.errors import InputError, PlanError
 from colossax.inference import open_checkpoint
+from colossax.models import MixtralConfig
 from colossax.nn import AdapterConfig, HeadConfig, param
+from colossax.planner import build_step
 from colossax.recipes import recipe
 from colossax.sharding import RowOrder, in_order
 from colossax.tasks import (
@@ -231,10 +235,24 @@ def test_an_answer_earns_its_reward_at_its_last_token(base):
     assert np.count_nonzero(row["rewards"]) == np.count_nonzero(judged.rewards)
 
 
+@pytest.fixture(scope="module")
+def rewarding(base, tmp_path_factory):
+    """A run that learned rewards."""
+    config = recipe("reward").replace(model=MODEL, init=str(base / "base"), steps=2)
+    config = changed(config, "data", path=str(base / "pairs.jsonl"), seq_len=64, global_batch=8)
+    folder = tmp_path_factory.mktemp("rewarding")
+    ran(config.replace(plan=Plan()), folder)
+    return folder
+
+
 @pytest.mark.slow
+@pytest.mark.catches("what-is-left-out-is-missing")
+@pytest.mark.catches("critic-has-an-adapter-too")
 @pytest.mark.parametrize("rank", [0, 2])
-def test_a_run_resumed_on_other_meshes_is_one_that_nobody_touched(rank, base, tmp_path):
-    config = config_of(base, divergence=0.1).replace(adapter=AdapterConfig(rank=rank))
+def test_a_run_resumed_on_other_meshes_is_one_that_nobody_touched(rank, base, rewarding, tmp_path):
+    critic = str(rewarding) if rank else None
+    config = config_of(base, divergence=0.1, critic=critic)
+    config = config.replace(adapter=AdapterConfig(rank=rank))
     ran(config, tmp_path / "whole")
     for number, mesh in enumerate([{"fsdp": 2, "tensor": 2, "ring": 2}, {"data": 4, "ulysses": 2}]):
         part = config.replace(steps=2 * number + 2, plan=Plan(mesh=mesh))
@@ -245,25 +263,69 @@ def test_a_run_resumed_on_other_meshes_is_one_that_nobody_touched(rank, base, tm
     assert whole[0, 3] == 0 and whole[-1, 3] != 0
     found = open_checkpoint(tmp_path / "whole")
     assert found.model == MODEL and found.adapter.rank == rank
+    critic = open_checkpoint(tmp_path / "whole", "critic")
+    assert critic.base is None and not critic.adapter
+    # The critic is whole, so that it can be gone on from, whatever the policy is.
+    again = config_of(base, critic=str(tmp_path / "whole")).replace(steps=1)
+    ran(again, tmp_path / "again")
 
 
 @pytest.mark.slow
 @pytest.mark.catches("critic-of-the-policy")
-def test_a_critic_begins_as_a_model_that_rewards_or_as_an_earlier_critic(base, tmp_path, capsys):
-    config = recipe("reward").replace(model=MODEL, init=str(base / "base"), steps=2)
-    config = changed(config, "data", path=str(base / "pairs.jsonl"), seq_len=64, global_batch=8)
-    ran(config.replace(plan=Plan()), tmp_path / "rewarding")
-    one = config_of(base, critic=str(tmp_path / "rewarding")).replace(steps=1)
+@pytest.mark.catches("named-model-or-none")
+def test_a_critic_begins_as_a_model_that_rewards_or_as_an_earlier_critic(
+    base, rewarding, tmp_path, capsys
+):
+    one = config_of(base, critic=str(rewarding)).replace(steps=1)
     ran(one, tmp_path / "one")
-    assert f"critic: parameters from {tmp_path / 'rewarding'}" in capsys.readouterr().err
+    assert f"critic: parameters from {rewarding}" in capsys.readouterr().err
     two = config_of(base, critic=str(tmp_path / "one")).replace(steps=1)
     ran(two, tmp_path / "two")
     assert f"critic: parameters from 'critic' of {tmp_path / 'one'}" in capsys.readouterr().err
-    assert task_of(two).identity()["critic"] == [str(tmp_path / "one"), 1]
+    # A run that starts from one with a critic takes the policy, for all that it needs.
+    three = config_of(base, divergence=0.1).replace(steps=1, init=str(tmp_path / "one"))
+    ran(three, tmp_path / "three")
+    told = capsys.readouterr().err
+    for name in ("reference: ", "critic: "):
+        assert f"{name}parameters from {tmp_path / 'one'}" in told
     records = find_checkpoint(str(tmp_path / "two")).records()
     assert {name.split("/")[0] for name in records} == {"model", "critic"}
     critic = open_checkpoint(tmp_path / "two", "critic").model
     assert critic.head == HeadConfig(outputs=1, bias=False)
+
+
+@pytest.mark.catches("reference-decays")
+def test_a_reference_does_not_learn():
+    """Not even by the optimizer's decay; policy and critic do."""
+    makers = {
+        "policy": lambda rngs: Table(*POLICY),
+        "reference": lambda rngs: Table(*REFERENCE),
+        "critic": lambda rngs: Values(Table(*CRITIC)),
+    }
+    loss = actor_critic_loss(CONFIG, documents=DOCUMENTS)
+    plan, devices = Plan(mesh={"fsdp": 1}), jax.devices()[:1]
+    decays = optax.adamw(1e-2, weight_decay=0.5)
+    step = build_step(makers, decays, loss, plan, devices=devices, **critic_options(CONFIG))
+    state = step.init()
+    before = jax.tree.map(np.asarray, state["params"])
+    after = jax.tree.map(np.asarray, step(state, given())[0]["params"])
+    for name, same in (("policy", False), ("critic", False), ("reference", True)):
+        equal = [np.array_equal(before[name][one], after[name][one]) for one in ("into", "out")]
+        assert equal == [same, same]
+
+
+@pytest.mark.slow
+@pytest.mark.catches("critic-unbalanced")
+def test_a_critic_of_experts_is_balanced(base, tmp_path):
+    sizes = {"vocab": 272, "embed": 32, "layers": 2, "heads": 4, "kv_heads": 2, "mlp": 32}
+    model = MixtralConfig(**sizes, max_seq=256, experts=4, choices=2)
+    write_random(model, tmp_path / "mixture")
+    config = config_of(base).replace(model=model, init=str(tmp_path / "mixture"))
+    task, step, state, _ = test_rollouts.begun(config)
+    with task.batches(step, 0) as batches:
+        _, metrics = step(state, next(batches))
+    names = {name for name in metrics if "balance" in name}
+    assert {name.removeprefix("critic_") for name in names} < names
 
 
 def test_flops_are_of_both(base):

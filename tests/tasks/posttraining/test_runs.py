@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import json
 import math
+import shutil
 from pathlib import Path
 
 import jax
@@ -25,8 +26,10 @@ from colossax.planner.task_step import settle_task, task_step
 from colossax.processes.group import Group
 from colossax.recipes import recipe
 from colossax.run import RunConfig, RunOptions, train
-from colossax.tasks import MaskConfig, ObjectiveConfig, next_token_loss, task_of
+from colossax.run.origins import origins_of
+from colossax.tasks import MaskConfig, ObjectiveConfig, PolicyConfig, next_token_loss, task_of
 from colossax.tasks.config import train_config_from_json, train_config_to_json
+from colossax.tasks.posttraining.config import deciding
 from tests.launching import metrics
 from tests.serve.fake import CHATML, TOKENIZER
 from tests.tasks.posttraining.random_model import write_random
@@ -286,7 +289,8 @@ def test_a_teacher_is_a_whole_model_with_the_tokenizer_of_the_student(
     given, base, teacher, tmp_path
 ):
     config = given("distill")
-    assert task_of(config).identity()["teacher"] == [str(teacher), 0]
+    path, number = task_of(config).identity()["teacher"]
+    assert path == str(teacher) and number > 1000
 
     def refused(match, path):
         with pytest.raises(InputError, match=match):
@@ -340,3 +344,47 @@ def test_an_adapter_learns_from_a_teacher_and_is_kept_as_one_of_its_base(given, 
                 RunOptions(out=str(tmp_path / "no"), trackers=("json",)),
                 Group(None, {}),
             )
+
+
+OBJECTIVE = {"name", "beta", "margin", "desirable", "undesirable", "documents", "template"}
+POLICY = {"clip_low", "clip_high", "dual_clip", "divergence", "estimator", "normaliser"}
+POLICY |= {"longest", "temperature"}
+
+
+@pytest.mark.catches("settings-of-others-decide")
+def test_what_tells_a_run_knows_nothing_of_other_objectives():
+    """A run that was begun before there were others goes on."""
+    for name, more in (("sft", set()), ("dpo", set()), ("distill", {"temperature", "text"})):
+        assert deciding(ObjectiveConfig(name=name), name).keys() == OBJECTIVE | more
+    own = {"value", "value_clip", "discount", "decay", "whitened"}
+    for name, more in (("grpo", set()), ("ppo", own)):
+        assert deciding(PolicyConfig(), name).keys() == POLICY | more
+
+
+@pytest.mark.slow
+def test_another_frozen_model_is_another_run_and_one_that_moved_is_not(given, teacher, tmp_path):
+    moved = tmp_path / "here"
+    shutil.copytree(teacher, moved)
+    config = changed(given("distill").replace(steps=1), "objective", teacher=str(moved))
+    ran(config, tmp_path / "run")
+    moved.rename(tmp_path / "there")
+    config = changed(config.replace(steps=2), "objective", teacher=str(tmp_path / "there"))
+    ran(config, tmp_path / "run", resume=True)
+    write_random(dataclasses.replace(MODEL, layers=4, embed=64), moved, seed=5)
+    other = changed(config.replace(steps=3), "objective", teacher=str(moved))
+    with pytest.raises(InputError, match="teacher is "):
+        ran(other, tmp_path / "run", resume=True)
+    whole = given("dpo, whole").replace(steps=1)
+    ran(whole, tmp_path / "dpo")
+    other = write_random(MODEL, tmp_path / "other", seed=7)
+    with pytest.raises(InputError, match="reference is "):
+        ran(whole.replace(steps=2, init=str(other)), tmp_path / "dpo", resume=True)
+
+
+def test_a_base_is_named_beside_a_teacher(given, base, teacher, tmp_path):
+    ran(given("sft").replace(steps=1, adapter=AdapterConfig(rank=2)), tmp_path / "adapted")
+    init = {"model": str(tmp_path / "adapted"), "teacher": str(teacher)}
+    found = origins_of(init, ("model", "teacher"), base=str(base))
+    assert found["model"].base is not None and found["teacher"].base is None
+    with pytest.raises(InputError, match="is of a whole model and no adapter; leave base out"):
+        origins_of({"teacher": str(teacher)}, ("teacher",), base=str(base))

@@ -12,8 +12,9 @@ from colossax.errors import InputError
 from colossax.sharding import constrain, current_order
 from colossax.step.loss import Loss, Sums, Terms, any_order
 from colossax.tasks.heads import values_of_tokens
+from colossax.tasks.next_token import real_tokens
 from colossax.tasks.posttraining.answers import REFERENCE_LOGPS, named, policy_of, told_logps
-from colossax.tasks.posttraining.config import CRITIC, PolicyConfig
+from colossax.tasks.posttraining.config import CRITIC, REFERENCE, PolicyConfig
 from colossax.tasks.posttraining.policy_gradient.loss import (
     ADVANTAGES,
     clipped_value_loss,
@@ -61,7 +62,10 @@ def actor_critic_loss(config: PolicyConfig, *, documents: int) -> Loss:
                     " critic_options() returns"
                 )
         weights = batch["weights"].astype(jnp.float32)
-        values = values_of_tokens(named(models, CRITIC, "that tells values"), batch, row_keys)
+        critic = named(models, CRITIC, "that tells values")
+        values, counted = values_of_tokens(critic, batch, row_keys)
+        for name, coefficient in getattr(critic, "auxiliary", {}).items():
+            terms[f"critic_{name}"] = (jnp.sum(counted[name]), real_tokens(batch), coefficient)
         returns = jnp.where(weights > 0, batch[RETURNS], 0.0)
         total, told = clipped_value_loss(
             values, batch[OLD_VALUES], returns, weights, clip=config.value_clip
@@ -118,7 +122,7 @@ def critic_options(config: PolicyConfig) -> dict[str, Any]:
             made[REFERENCE_LOGPS] = said_by_reference(models, batch, config.temperature)
             further = jnp.where(told, made[_LOGPS] - made[REFERENCE_LOGPS], 0.0)
             rewards = rewards - config.divergence * kl_estimate(further, config.estimator)
-        values = values_of_tokens(named(models, CRITIC, "that tells values"), batch)
+        values, _ = values_of_tokens(named(models, CRITIC, "that tells values"), batch)
         values = jnp.where(told, values, 0.0)
         segments = batch.get("segments", jnp.zeros(told.shape, jnp.int32))
         advantages = gae_of_rows(
@@ -131,7 +135,11 @@ def critic_options(config: PolicyConfig) -> dict[str, Any]:
     names = [OLD_VALUES, RETURNS, ADVANTAGES, REWARDS]
     if config.divergence:
         names += [_LOGPS, REFERENCE_LOGPS]
-    return {"prepare": prepare, "batch_dims": dict.fromkeys(names, ("batch", "seq"))}
+    return {
+        "prepare": prepare,
+        "trainable": lambda info: info.model != REFERENCE,
+        "batch_dims": dict.fromkeys(names, ("batch", "seq")),
+    }
 
 
 def gae_of_rows(

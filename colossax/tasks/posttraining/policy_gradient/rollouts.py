@@ -127,8 +127,7 @@ class Rollouts(Callback):
             known = now.metrics
             told = [*LEARNED, *(OF_ENGINE if any(judged.logprobs) else ())]
             learned = {name: known[name] for name in told if name in known}
-            group = len(judged.rewards) if self._critic else self._config.rollout.group
-            now.log({**told_of(judged, group), **learned})
+            now.log({**told_of(judged, self._config.rollout.group), **learned})
             if judged.failures:
                 count = sum(judged.failures.values())
                 now.note(
@@ -383,10 +382,11 @@ def told_of(judged: Judged, group: int) -> dict[str, float]:
     lengths = np.asarray([len(one) for one in judged.tokens])
     rewards = judged.rewards.reshape(-1, group)
     writing, rewarding = judged.seconds
+    alike = float((rewards.min(axis=1) == rewards.max(axis=1)).mean())
     return {
         "reward": float(rewards.mean()),
         "reward_spread": float(rewards.std()),
-        "groups_alike": float((rewards.min(axis=1) == rewards.max(axis=1)).mean()),
+        **({"groups_alike": alike} if group > 1 else {}),
         "answer_tokens": float(lengths.mean()),
         "truncated": 1 - float(np.mean(judged.ended)),
         "not_judged": float(sum(judged.failures.values())),

@@ -8,13 +8,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from colossax.config import to_json
 from colossax.models import config_to_json
 from colossax.processes.group import Group
 from colossax.step.step import Step
 from colossax.tasks.config import TrainConfig
 from colossax.tasks.posttraining.answers import telling
-from colossax.tasks.posttraining.config import CRITIC, check_rollouts
+from colossax.tasks.posttraining.config import CRITIC, check_rollouts, deciding
 from colossax.tasks.posttraining.conversations import identified, kept_documents
 from colossax.tasks.posttraining.policy_gradient.asked import Asked, open_prompts
 from colossax.tasks.posttraining.policy_gradient.critic import (
@@ -52,7 +51,7 @@ def with_rollouts(
         InputError: See `check_rollouts`.
     """
     check_rollouts(config)
-    judge = config.rollout.judge
+    judge, name = config.rollout.judge, config.objective.name
 
     @functools.cache
     def opened() -> Asked:
@@ -62,14 +61,14 @@ def with_rollouts(
         return found
 
     rollouts = Rollouts(config, opened, group)
-    ppo = config.objective.name == "ppo"
+    ppo = name == "ppo"
     loss = actor_critic_loss if ppo else policy_loss
     # Where and by how many answers are written and judged changes none of them.
-    deciding = ("rewards", "group", "max_tokens", "scaled", "failed")
+    of_rollouts = ("rewards", "group", "max_tokens", "scaled", "failed")
     more: dict[str, Any] = {
-        "objective": {**to_json(config.objective), "margin": config.objective.ahead},
-        "policy": to_json(config.policy),
-        "rollout": {name: getattr(config.rollout, name) for name in deciding},
+        "objective": {**deciding(config.objective, name), "margin": config.objective.ahead},
+        "policy": deciding(config.policy, name),
+        "rollout": {field: getattr(config.rollout, field) for field in of_rollouts},
     }
 
     def asked() -> dict[str, Any]:
@@ -137,13 +136,11 @@ def _formula(task: Task, config: TrainConfig) -> str:
 
 def _flops_beside(config: TrainConfig) -> int:
     """Of a step: the forward pass of the reference, where there is one; and all of a critic."""
-    seq_len, frozen = config.data.seq_len, bool(config.adapter)
-    each = 0.0
+    seq_len, each = config.data.seq_len, 0.0
     forward = config.model.decoder().train_flops_per_token(seq_len) / 3
     if config.objective.name == "ppo":
         critic = critic_of(config).decoder()
-        each += critic.train_flops_per_token(seq_len, frozen=frozen)
-        each += critic.train_flops_per_token(seq_len) / 3
+        each += critic.train_flops_per_token(seq_len) * 4 / 3
         each += 2 * forward if config.policy.divergence else 0
     elif config.policy.divergence:
         each += forward
