@@ -246,7 +246,6 @@ def rewarding(base, tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.catches("what-is-left-out-is-missing")
 @pytest.mark.catches("critic-has-an-adapter-too")
 @pytest.mark.parametrize("rank", [0, 2])
 def test_a_run_resumed_on_other_meshes_is_one_that_nobody_touched(rank, base, rewarding, tmp_path):

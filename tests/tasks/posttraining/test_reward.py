@@ -430,3 +430,13 @@ def test_statements_are_told_from_their_words_in_another_order(tmp_path):
     final = json.loads(told.stdout.splitlines()[-1])
     assert final["step"] == 400
     assert final["validation_accuracy"] >= 0.95
+
+
+@pytest.mark.slow
+@pytest.mark.catches("what-is-left-out-is-missing")
+def test_an_adapter_of_a_model_that_rewards_goes_on(base, rewarding, tmp_path):
+    """Its head, which learns, is not read from what it began as."""
+    config = config_of(base, adapter=ADAPTER, init=str(rewarding / "whole"), steps=1)
+    ran(config, tmp_path / "run")
+    ran(config.replace(steps=2), tmp_path / "run", resume=True)
+    assert find_checkpoint(str(tmp_path / "run")).step == 2
