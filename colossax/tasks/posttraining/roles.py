@@ -120,7 +120,7 @@ def _told(path: str) -> int:
     """What tells a checkpoint's model from others, wherever it lies."""
     found = find_checkpoint(path)
     try:
-        return checksum(found, LEARNER)
+        return checksum(found, LEARNER) or found.step
     except CheckpointError:  # of a version that kept no sums
         return found.step
 
