@@ -1,7 +1,7 @@
 """Models that a run has beside the one that learns from conversations."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from colossax.checkpoint import find_checkpoint
@@ -45,7 +45,17 @@ def teacher_of(config: Any) -> Any:
 
 
 def _model_of(config: Any, path: str | None) -> Any:
-    return config.model if path is None or path == config.init else initial_model(path)
+    if path is None or path == config.init:
+        return config.model
+    return _read("objective.teacher", path, initial_model)
+
+
+def _read(option: str, path: str, read: Callable[[str], Any]) -> Any:
+    """What a checkpoint says; who asked for it is named where it cannot be read."""
+    try:
+        return read(path)
+    except CheckpointError as problem:
+        raise CheckpointError(f"{option}: {problem}") from problem
 
 
 def critic_of(config: Any) -> Any:
@@ -56,7 +66,7 @@ def critic_of(config: Any) -> Any:
         CheckpointError: There is none, or it names no model.
     """
     path = config.policy.critic
-    model = config.model if path is None else _stored_critic(path)
+    model = config.model if path is None else _read("policy.critic", path, _stored_critic)
     head = getattr(model, "head", None)
     if not reads_text_alone(model.decoder()) or not hasattr(model, "head"):
         raise InputError(

@@ -16,7 +16,7 @@ from colossax.cli.serving_engine import _facts
 from colossax.config import BatchConfig, Plan, Precision
 from colossax.data import Chat, Tokenizer
 from colossax.data.chats.template import PLAIN
-from colossax.errors import DataError, InputError
+from colossax.errors import CheckpointError, DataError, InputError
 from colossax.inference import open_checkpoint
 from colossax.models import LlamaConfig, maker
 from colossax.nn import AdapterConfig
@@ -299,6 +299,8 @@ def test_a_teacher_is_a_whole_model_with_the_tokenizer_of_the_student(
     refused("objective.teacher: distill learns from what another model would say; name", None)
     ran(given("sft").replace(steps=1, adapter=AdapterConfig(rank=2)), tmp_path / "adapted")
     refused("objective.teacher: .* is an adapter; give the whole", str(tmp_path / "adapted"))
+    with pytest.raises(CheckpointError, match="objective.teacher: .*nowhere' does not exist"):
+        task_of(changed(config, "objective", teacher=str(tmp_path / "nowhere")))
     wider = write_random(dataclasses.replace(MODEL, vocab=280), tmp_path / "wider")
     refused("reads 280 tokens and the model that learns 272; give one", str(wider))
     other = Tokenizer.from_json(TOKENIZER.to_json().replace("<|im_end|>", "<|im_stop|>"))
