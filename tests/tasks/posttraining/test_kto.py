@@ -99,7 +99,7 @@ def test_refusals():
     with pytest.raises(InputError, match="policy: of the models .* name the one that learns so"):
         loss_of(LOSS, models_of(actor=MODELS.policy), prepared(batch))
     smaller = Table(REFERENCE[0], REFERENCE[1][:, :-1])
-    with pytest.raises(InputError, match="have 13 of 'policy' and 12 of 'reference' tokens"):
+    with pytest.raises(InputError, match="have 13 of the policy and 12 of 'reference' tokens"):
         prepared(batch, models_of(policy=MODELS.policy, reference=smaller))
     with pytest.raises(InputError, match="kto_loss: documents is 0; give 1 or more"):
         kto_loss(documents=0)

@@ -262,8 +262,8 @@ def test_what_does_not_go_together_is_refused(slip):
 
 
 def test_a_configuration_is_checked():
-    with pytest.raises(InputError, match="objective.name: unknown 'dpp'; did you mean 'dpo'"):
-        ObjectiveConfig(name="dpp")
+    with pytest.raises(InputError, match="objective.name: unknown 'dpoo'; did you mean 'dpo'"):
+        ObjectiveConfig(name="dpoo")
     with pytest.raises(InputError, match="objective.documents: found 3, and dpo has pairs"):
         ObjectiveConfig(name="dpo", documents=3)
 
