@@ -359,9 +359,9 @@ def test_several_targets_and_presets_are_one_table():
     [
         (["--target", "h999:1x8"], "no GPU is called 'h999'"),
         (["--target", "h100:999x8"], "choose 1 to 1024"),
-        (["--target", "h100:1x7"], "dim 'embed' has size 128"),
+        (["--target", "h100:1x7"], "dim 'embed:table' has size 128"),
         (["--target", "h100:1x16"], "rows cannot be cut"),
-        (["--hlo", "/nowhere/file"], "'/nowhere/file' cannot be written"),
+        (["--hlo", "/nowhere/file"], "--hlo /nowhere/file: there is no folder"),
     ],
 )
 def test_what_cannot_be_done_is_one_sentence(words, message):
