@@ -32,6 +32,9 @@ OLD_VALUES, RETURNS = "old_values", "returns"
 """Arrays of the prepared batch, `[b, s]` float32: what the critic expected before each target, and
 what it learns."""
 
+_LOGPS = "logps_before"
+"""Array of the prepared batch: the policy's own log-probabilities, where a reference is asked."""
+
 
 def actor_critic_loss(config: PolicyConfig, *, documents: int) -> Loss:
     """`policy_loss` of one model and `value` times `clipped_value_loss` of another, the critic.
@@ -84,10 +87,6 @@ def actor_critic_loss(config: PolicyConfig, *, documents: int) -> Loss:
         return terms, metrics
 
     return loss
-
-
-_LOGPS = "logps_before"
-"""Array of the prepared batch: the policy's own log-probabilities, where a reference is asked."""
 
 
 def critic_options(config: PolicyConfig) -> dict[str, Any]:

@@ -61,8 +61,8 @@ def with_rollouts(
         return found
 
     rollouts = Rollouts(config, opened, group)
-    ppo = name == "ppo"
-    loss = actor_critic_loss if ppo else policy_loss
+    critic = critic_of(config) if name == "ppo" else None
+    loss = policy_loss if critic is None else actor_critic_loss
     # Where and by how many answers are written and judged changes none of them.
     of_rollouts = ("rewards", "group", "max_tokens", "scaled", "failed")
     more: dict[str, Any] = {
@@ -83,7 +83,7 @@ def with_rollouts(
         loss=telling(loss(config.policy, documents=config.objective.documents)),
         options=dataclasses.replace(task.options, **_options(config)),
         shapes=_shapes(config),
-        flops=task.flops + _flops_beside(config),
+        flops=task.flops + _flops_beside(config, critic),
         flops_formula=_formula(task, config),
         batches=rollouts.batches,
         callbacks=(rollouts,),
@@ -94,7 +94,7 @@ def with_rollouts(
         identity=asked,
         documents=lambda: {
             **kept_documents(config, opened()),
-            **({"models": {CRITIC: config_to_json(critic_of(config))}} if ppo else {}),
+            **({} if critic is None else {"models": {CRITIC: config_to_json(critic)}}),
         },
         introduction=lambda: [f"data: {line}" for line in opened().description],
         conclusion=_conclusion,
@@ -134,13 +134,12 @@ def _formula(task: Task, config: TrainConfig) -> str:
     return f"{task.flops_formula}{beside}; what writes the answers is not counted, their time is"
 
 
-def _flops_beside(config: TrainConfig) -> int:
+def _flops_beside(config: TrainConfig, critic: Any) -> int:
     """Of a step: the forward pass of the reference, where there is one; and all of a critic."""
     seq_len, each = config.data.seq_len, 0.0
     forward = config.model.decoder().train_flops_per_token(seq_len) / 3
-    if config.objective.name == "ppo":
-        critic = critic_of(config).decoder()
-        each += critic.train_flops_per_token(seq_len) * 4 / 3
+    if critic is not None:
+        each += critic.decoder().train_flops_per_token(seq_len) * 4 / 3
         each += 2 * forward if config.policy.divergence else 0
     elif config.policy.divergence:
         each += forward
