@@ -277,7 +277,7 @@ def _rates(fragment: Fragment, tiny: bool) -> None:
     """The rates that plans with host memory are made from, kept beside the fragment as well."""
     import jax.numpy as jnp
 
-    from colossax.cli.bench_offload import updates
+    from colossax.cli.benching.offload import updates
     from colossax.offload import Setting, cpu_share, hiding_tokens, measure_rates, save_rates
     from colossax.pallas.bench import Effort
 

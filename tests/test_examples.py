@@ -11,7 +11,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from colossax.cli.arguments import Parser, split_overrides
+from colossax.cli.options.arguments import Parser, split_overrides
 from colossax.cli.train import add_arguments, configure
 from colossax.planner.task_step import settle_task, task_step
 from colossax.tasks import task_of

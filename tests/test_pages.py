@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from colossax.checkpoint import Checkpointer
-from colossax.cli.arguments import Parser, split_overrides
+from colossax.cli.options.arguments import Parser, split_overrides
 from colossax.cli.train import add_arguments, configure
 from colossax.errors import PlanWarning
 from colossax.planner.idle import warn_of_idle

@@ -224,7 +224,7 @@ FILES_FOR_THE_COMMAND_LINE = {
 
 def test_the_command_line_imports_public_names_only():
     folder = Path(cli.__file__).parent
-    for file in folder.glob("*.py"):
+    for file in folder.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("colossax."):
                 parts = node.module.split(".")

@@ -14,11 +14,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from colossax.cli import bench_offload, bench_stages
-from colossax.cli.machine import versions
+from colossax.cli.benching import offload, stages
+from colossax.cli.machine.facts import versions
+from colossax.cli.options.overrides import Override
+from colossax.cli.options.written import file_to_write
 from colossax.cli.output import standard_output, tell
-from colossax.cli.overrides import Override
-from colossax.cli.written import file_to_write
 from colossax.errors import InputError
 from colossax.files import write_whole
 from colossax.pallas import current_target
@@ -71,9 +71,9 @@ def run(_verb: str, args: argparse.Namespace, overrides: list[Override]) -> int:
     args.out = file_to_write(args.out, "--out")
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     if of_a_recipe:
-        return bench_stages.run(args, overrides)
+        return stages.run(args, overrides)
     if args.what == "offload":
-        return bench_offload.run(args)
+        return offload.run(args)
     with standard_output(protected=False) as out:
         setting = _CPU if current_target().platform == "cpu" else _GPU
         cases = list(_cases(setting))

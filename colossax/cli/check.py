@@ -9,16 +9,8 @@ from collections.abc import Iterator
 
 import jax
 
-from colossax.cli.devices import choose_devices, request_host_devices
-from colossax.cli.kernels import (
-    Choice,
-    Proof,
-    kernel_choices,
-    proofs,
-    prove_kernels,
-    why_nothing_to_prove,
-)
-from colossax.cli.machine import (
+from colossax.cli.machine.devices import choose_devices, request_host_devices
+from colossax.cli.machine.facts import (
     Devices,
     Nvidia,
     ask_nvidia,
@@ -27,8 +19,16 @@ from colossax.cli.machine import (
     unused,
     versions,
 )
+from colossax.cli.machine.kernels import (
+    Choice,
+    Proof,
+    kernel_choices,
+    proofs,
+    prove_kernels,
+    why_nothing_to_prove,
+)
+from colossax.cli.options.overrides import Override
 from colossax.cli.output import standard_output, tell
-from colossax.cli.overrides import Override
 from colossax.errors import InputError
 from colossax.pallas import current_target
 from colossax.processes import find_launch, join, start_jax

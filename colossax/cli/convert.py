@@ -7,10 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from colossax.cli.arguments import BASE_HELP, number
-from colossax.cli.experts import asked_experts, asked_layers
+from colossax.cli.options.arguments import BASE_HELP, number
+from colossax.cli.options.experts import asked_experts, asked_layers
+from colossax.cli.options.overrides import Override, apply_overrides
 from colossax.cli.output import put, tell
-from colossax.cli.overrides import Override, apply_overrides
 from colossax.config import Plan, user_path
 from colossax.errors import InputError
 

@@ -5,11 +5,11 @@ import dataclasses
 import json
 from typing import Any
 
-from colossax.cli.arguments import BASE_HELP, keeping, number
-from colossax.cli.devices import choose_devices, request_host_devices
 from colossax.cli.generate import Options, check_reads_text, fitted, opened, weights_option
+from colossax.cli.machine.devices import choose_devices, request_host_devices
+from colossax.cli.options.arguments import BASE_HELP, keeping, number
+from colossax.cli.options.overrides import Override, apply_overrides
 from colossax.cli.output import put, tell
-from colossax.cli.overrides import Override, apply_overrides
 from colossax.config import user_path
 from colossax.errors import InputError
 
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser, _verb: str) -> None:
 def run(_verb: str, args: argparse.Namespace, overrides: list[Override]) -> int:
     """Evaluate as asked and return the exit code."""
     request_host_devices(args.devices)
-    from colossax.cli.programs import kept_programs
+    from colossax.cli.machine.programs import kept_programs
 
     with kept_programs(wanted=not args.no_cache):
         return _evaluate(args, overrides)

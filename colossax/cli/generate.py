@@ -6,13 +6,13 @@ import json
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from colossax.cli.arguments import BASE_HELP, keeping, number, real
-from colossax.cli.beside import adapter_option, adapters_of, keep_of, keep_option
-from colossax.cli.devices import choose_devices, request_host_devices
-from colossax.cli.drafting import check_draft, draft_options, drafter_of
+from colossax.cli.machine.devices import choose_devices, request_host_devices
+from colossax.cli.options.arguments import BASE_HELP, keeping, number, real
+from colossax.cli.options.beside import adapter_option, adapters_of, keep_of, keep_option
+from colossax.cli.options.drafting import check_draft, draft_options, drafter_of
+from colossax.cli.options.overrides import Override
 from colossax.cli.output import put, tell
-from colossax.cli.overrides import Override
-from colossax.cli.serving_plans import plan_asked, plan_option
+from colossax.cli.serving.plans import plan_asked, plan_option
 from colossax.config import GREEDY_OR_MORE, Bound, Plan, check_text, user_path
 from colossax.errors import InputError
 from colossax.scheduling import TOP_SHARE
@@ -132,7 +132,7 @@ def run(_verb: str, args: argparse.Namespace, overrides: list[Override]) -> int:
     check_draft(args)
     keep_of(args)
     request_host_devices(args.devices)
-    from colossax.cli.programs import kept_programs
+    from colossax.cli.machine.programs import kept_programs
 
     with kept_programs(wanted=not args.no_cache):
         return _generate(args, overrides)

@@ -8,12 +8,12 @@ import json
 import jax
 
 from colossax.aot import Target, parse_target
-from colossax.cli.found import plan_found, with_plan
-from colossax.cli.options import preset_overrides
+from colossax.cli.options.compiling import preset_overrides
+from colossax.cli.options.found import plan_found, with_plan
+from colossax.cli.options.overrides import Override, apply_overrides
+from colossax.cli.options.recipes import run_as_asked
+from colossax.cli.options.written import file_to_write, writing
 from colossax.cli.output import put, tell
-from colossax.cli.overrides import Override, apply_overrides
-from colossax.cli.recipes import run_as_asked
-from colossax.cli.written import file_to_write, writing
 from colossax.config import Plan
 from colossax.errors import InputError
 from colossax.planner import (

@@ -6,25 +6,27 @@ import re
 import sys
 from collections.abc import Sequence
 
-from colossax.cli.arguments import Parser, split_overrides
+from colossax.cli.options.arguments import Parser, split_overrides
 from colossax.cli.output import OutputLost, hold_streams, let_streams_go, put, tell
 from colossax.config import nearest
 from colossax.errors import InputError
 
+_COMPILES = "colossax.cli.options.compiling"
+
 VERBS = {
     "train": ("colossax.cli.train", "train a model by a recipe"),
-    "inspect": ("colossax.cli.options", "count what a run would need on GPUs that are not there"),
-    "plan": ("colossax.cli.options", "find the fastest plan that fits GPUs that are not there"),
+    "inspect": (_COMPILES, "count what a run would need on GPUs that are not there"),
+    "plan": (_COMPILES, "find the fastest plan that fits GPUs that are not there"),
     "generate": ("colossax.cli.generate", "continue a prompt with a trained model"),
     "eval": ("colossax.cli.eval", "say how often a model finds the right choice"),
     "serve": ("colossax.cli.serve", "serve a trained model over HTTP"),
     "import": ("colossax.cli.convert", "turn a Hugging Face folder into a checkpoint"),
     "export": ("colossax.cli.convert", "turn a checkpoint into a Hugging Face folder"),
     "bench": (
-        "colossax.cli.options",
+        _COMPILES,
         "measure kernels, copies and updates, layers and links, on this machine's devices",
     ),
-    "check": ("colossax.cli.options", "say what this machine has and what is missing"),
+    "check": (_COMPILES, "say what this machine has and what is missing"),
 }
 
 _INTERRUPTED = 130

@@ -7,11 +7,11 @@ import json
 import jax
 
 from colossax.aot import kernels_anew, parse_target
+from colossax.cli.options.overrides import Override, apply_overrides
+from colossax.cli.options.recipes import run_as_asked
+from colossax.cli.options.written import file_to_write, writing
 from colossax.cli.output import put, tell
-from colossax.cli.overrides import Override, apply_overrides
-from colossax.cli.recipes import run_as_asked
-from colossax.cli.serving_plans import check_serving, run_serving
-from colossax.cli.written import file_to_write, writing
+from colossax.cli.serving.plans import check_serving, run_serving
 from colossax.errors import InputError
 from colossax.planner.searching import Subject, asked_of, calibrated_by, plan_run
 from colossax.planner.telling import describe_plans

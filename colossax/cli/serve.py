@@ -5,13 +5,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from colossax.cli.arguments import BASE_HELP, keeping, number, real
-from colossax.cli.beside import adapter_option
-from colossax.cli.drafting import check_draft, draft_options
 from colossax.cli.generate import weights_option
+from colossax.cli.options.arguments import BASE_HELP, keeping, number, real
+from colossax.cli.options.beside import adapter_option
+from colossax.cli.options.drafting import check_draft, draft_options
+from colossax.cli.options.overrides import Override
 from colossax.cli.output import tell
-from colossax.cli.overrides import Override
-from colossax.cli.serving_plans import plan_option
+from colossax.cli.serving.plans import plan_option
 from colossax.config import above, cache_folder, user_path
 from colossax.errors import InputError
 from colossax.scheduling import KEEPS
@@ -170,7 +170,7 @@ def add_arguments(parser: argparse.ArgumentParser, _verb: str) -> None:
 def run(_verb: str, args: argparse.Namespace, overrides: list[Override]) -> int:
     """Serve until told to end, and return the exit code."""
     if args.engine_fd is not None:
-        from colossax.cli.serving_engine import run_engine
+        from colossax.cli.serving.engine import run_engine
 
         return run_engine(args, overrides)
     check_draft(args)

@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal
 
-from colossax.cli.arguments import (
+from colossax.cli.machine.devices import choose_devices, request_host_devices
+from colossax.cli.options.arguments import (
     BASE_HELP,
     Parser,
     keeping,
@@ -23,11 +24,10 @@ from colossax.cli.arguments import (
     recipe_of_a_file,
     several_processes,
 )
-from colossax.cli.devices import choose_devices, request_host_devices
+from colossax.cli.options.overrides import Override, apply_overrides
+from colossax.cli.options.recipes import list_recipes, run_as_asked
+from colossax.cli.options.values import described_values, shown
 from colossax.cli.output import standard_output, tell
-from colossax.cli.overrides import Override, apply_overrides
-from colossax.cli.recipes import list_recipes, run_as_asked
-from colossax.cli.values import described_values, shown
 from colossax.config import Plan, bound_of, user_path
 from colossax.errors import InputError
 from colossax.processes import EXIT_CODES, heeded
@@ -163,7 +163,7 @@ def run(_verb: str, args: argparse.Namespace, overrides: list[Override]) -> int:
         config = configure(args, overrides)
         _begin(config, args)
         # JAX and all that trains with it: what is wrong above is told without waiting for them.
-        from colossax.cli.programs import kept_programs
+        from colossax.cli.machine.programs import kept_programs
         from colossax.processes import find_launch, join, start_jax
         from colossax.run import RunOptions, train
         from colossax.tasks import task_of
@@ -211,7 +211,7 @@ def _planned(
     Raises:
         InputError: There are no GPUs that plans are found for, or nothing fits.
     """
-    from colossax.cli.found import plan_found, with_plan
+    from colossax.cli.options.found import plan_found, with_plan
     from colossax.offload import device_memory
     from colossax.planner.auto import target_here
 

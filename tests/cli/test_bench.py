@@ -8,8 +8,9 @@ import sys
 import jax
 import pytest
 
-from colossax.cli import bench_offload, bench_stages, main
-from colossax.cli.bench_offload import updates
+from colossax.cli import main
+from colossax.cli.benching import offload, stages
+from colossax.cli.benching.offload import updates
 from colossax.offload import rates
 from colossax.pallas.bench import Effort
 from colossax.pipeline.cuts import Link
@@ -83,13 +84,13 @@ def test_offload_says_the_same_as_json(quick, capsys):
 def test_pipelined_transfers_are_tested_on_a_gpu(quick, monkeypatch, capsys):
     """And on nothing else."""
     verdict = compared([1.0, 0.5], [1.0, 0.6])
-    measure = bench_offload.measure_rates
-    monkeypatch.setattr(bench_offload, "check_pipelined", lambda device: verdict)
+    measure = offload.measure_rates
+    monkeypatch.setattr(offload, "check_pipelined", lambda device: verdict)
     assert main(["bench", "offload"]) == 0
     assert "pipelined transfers" not in capsys.readouterr().out
     assert rates.load_rates("cpu").pipelined is None
     monkeypatch.setattr(
-        bench_offload,
+        offload,
         "measure_rates",
         lambda updates: dataclasses.replace(measure(updates), platform="gpu"),
     )
@@ -106,7 +107,7 @@ SMALL = ["--model.embed", "16", "--model.mlp", "24", "--model.heads", "2", "--mo
 def brief(tmp_path, monkeypatch, devices):
     """`bench stages` and `bench links` with little effort; the cache folder."""
     monkeypatch.setenv("COLOSSAX_CACHE", str(tmp_path))
-    monkeypatch.setattr(bench_stages, "EFFORT", Effort(seconds=0.001, repeats=3))
+    monkeypatch.setattr(stages, "EFFORT", Effort(seconds=0.001, repeats=3))
     return tmp_path
 
 

@@ -20,8 +20,9 @@ import pytest
 
 import colossax
 from colossax import versions
-from colossax.cli import check, machine, main
-from colossax.cli.kernels import kernel_choices
+from colossax.cli import check, main
+from colossax.cli.machine import facts
+from colossax.cli.machine.kernels import kernel_choices
 from colossax.pallas import Target, int4_matmul, paged_attention, sparse_matmul
 from colossax.pallas.attention import proof as attention_proof
 from colossax.pallas.grouped_matmul import proof as grouped_proof
@@ -329,20 +330,20 @@ def test_packages_that_are_too_old_are_named(monkeypatch, capsys):
 
 
 def test_links_are_counted_by_pairs_of_gpus(four_gpus):
-    nvidia = machine.ask_nvidia()
-    assert nvidia == machine.Nvidia(
+    nvidia = facts.ask_nvidia()
+    assert nvidia == facts.Nvidia(
         driver="580.65.06", gpus=("NVIDIA H100 80GB HBM3",) * 4, links={"NV18": 3, "SYS": 3}
     )
-    four = machine.Devices(platform="gpu", kind="H100", count=4, processes=1, memory_bytes=None)
-    assert machine.links(four, nvidia) == "same node; NVLink (NV18): 3 pairs, PCIe (SYS): 3 pairs"
-    assert machine.links(four, None) == "same node; what connects them is not known"
+    four = facts.Devices(platform="gpu", kind="H100", count=4, processes=1, memory_bytes=None)
+    assert facts.links(four, nvidia) == "same node; NVLink (NV18): 3 pairs, PCIe (SYS): 3 pairs"
+    assert facts.links(four, None) == "same node; what connects them is not known"
 
 
 @pytest.mark.parametrize("script", ["exit 9", "echo No devices were found", "exec sleep 60"])
 def test_an_nvidia_smi_that_does_not_answer_is_left(nvidia_smi, monkeypatch, script):
-    monkeypatch.setattr(machine, "_NVIDIA_SMI_LIMIT_S", 0.3)
+    monkeypatch.setattr(facts, "_NVIDIA_SMI_LIMIT_S", 0.3)
     nvidia_smi(script)
-    assert machine.ask_nvidia() is None
+    assert facts.ask_nvidia() is None
 
 
 def test_gpus_that_jax_leaves_alone(four_gpus, monkeypatch, capsys):
@@ -353,8 +354,8 @@ def test_gpus_that_jax_leaves_alone(four_gpus, monkeypatch, capsys):
     assert report["problems"] == [f"{seen}; JAX_PLATFORMS is 'cpu': unset it"]
     monkeypatch.delenv("JAX_PLATFORMS")
     lacking = versions.Extra(installed=False, missing=("p",), install="pip install p")
-    monkeypatch.setattr(machine, "extras", lambda: {"cuda12": lacking, "cuda13": lacking})
-    assert machine.unused(machine.ask_nvidia()) == f"{seen}; run pip install p"
+    monkeypatch.setattr(facts, "extras", lambda: {"cuda12": lacking, "cuda13": lacking})
+    assert facts.unused(facts.ask_nvidia()) == f"{seen}; run pip install p"
 
 
 @pytest.mark.parametrize(
@@ -371,9 +372,9 @@ def test_the_driver_chooses_the_build(monkeypatch, driver, todo):
         name: versions.Extra(installed=False, missing=("p",), install=f"install {name}")
         for name in ("cuda12", "cuda13")
     }
-    monkeypatch.setattr(machine, "extras", lambda: found)
-    nvidia = machine.Nvidia(driver=driver, gpus=("A100",), links={})
-    assert machine.unused(nvidia).endswith(f"; {todo}")
+    monkeypatch.setattr(facts, "extras", lambda: found)
+    nvidia = facts.Nvidia(driver=driver, gpus=("A100",), links={})
+    assert facts.unused(nvidia).endswith(f"; {todo}")
 
 
 @pytest.mark.parametrize(

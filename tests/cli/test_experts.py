@@ -8,7 +8,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from colossax.cli import main
-from colossax.cli.experts import asked_experts, read_loads
+from colossax.cli.options.experts import asked_experts, read_loads
 from colossax.errors import InputError
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden"

@@ -5,8 +5,8 @@ import re
 
 import pytest
 
-from colossax.cli.arguments import Parser, split_overrides
-from colossax.cli.overrides import apply_overrides, override_names
+from colossax.cli.options.arguments import Parser, split_overrides
+from colossax.cli.options.overrides import apply_overrides, override_names
 from colossax.config import HOST_KINDS, PRESETS, OffloadConfig, Plan, preset
 from colossax.errors import InputError, PlanError
 from colossax.recipes import RECIPES, recipe

@@ -9,7 +9,7 @@ import json
 import pytest
 
 from colossax.cli import main
-from colossax.cli.arguments import Parser, split_overrides
+from colossax.cli.options.arguments import Parser, split_overrides
 from colossax.cli.train import add_arguments, configure
 from colossax.recipes import RECIPES, OwnTask, recipe
 from colossax.tasks.config import train_config_to_json

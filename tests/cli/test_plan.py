@@ -5,7 +5,7 @@ import json
 import pytest
 
 from colossax.cli import main
-from colossax.cli.arguments import Parser, split_overrides
+from colossax.cli.options.arguments import Parser, split_overrides
 from colossax.cli.train import add_arguments, configure
 from colossax.config import Plan, Segment
 from colossax.recipes import recipe

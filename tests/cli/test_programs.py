@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from colossax.cli import main, programs
-from colossax.cli.programs import kept_programs
+from colossax.cli import main
+from colossax.cli.machine import programs
+from colossax.cli.machine.programs import kept_programs
 from colossax.errors import InputError
 from colossax.run import Outcome
 

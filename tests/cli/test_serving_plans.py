@@ -10,7 +10,7 @@ import pytest
 
 from colossax.aot import parse_target
 from colossax.cli import main
-from colossax.cli.serving_plans import plan_asked
+from colossax.cli.serving.plans import plan_asked
 from colossax.config import Plan
 from colossax.errors import InputError
 from colossax.models import LlamaConfig, maker

@@ -10,7 +10,7 @@ import jax
 import pytest
 
 from colossax.cli import main
-from colossax.cli.arguments import Parser, split_overrides
+from colossax.cli.options.arguments import Parser, split_overrides
 from colossax.cli.train import UNFINISHED, add_arguments, configure
 from colossax.config import OffloadConfig, Segment
 from colossax.processes import EXIT_CODES

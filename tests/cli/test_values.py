@@ -3,8 +3,8 @@
 import pytest
 
 from colossax.cli import main
-from colossax.cli.overrides import override_names
-from colossax.cli.values import described_values, shown
+from colossax.cli.options.overrides import override_names
+from colossax.cli.options.values import described_values, shown
 from colossax.config import PRESETS
 from colossax.config.axes import MESH_AXES
 from colossax.recipes import RECIPES, recipe

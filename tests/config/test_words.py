@@ -2,8 +2,8 @@
 
 import pytest
 
-from colossax.cli.arguments import Parser
-from colossax.cli.overrides import apply_overrides
+from colossax.cli.options.arguments import Parser
+from colossax.cli.options.overrides import apply_overrides
 from colossax.cli.train import add_arguments
 from colossax.config import MESH_AXES, PRESETS, nearest
 from colossax.config.words import ELSEWHERE

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from colossax.cli.arguments import Parser, split_overrides
-from colossax.cli.overrides import override_names
+from colossax.cli.options.arguments import Parser, split_overrides
+from colossax.cli.options.overrides import override_names
 from colossax.cli.train import DESCRIPTION, add_arguments, configure
 from colossax.config import Plan
 from colossax.recipes import recipe

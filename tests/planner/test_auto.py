@@ -9,7 +9,7 @@ import pytest
 
 from colossax.aot import parse_target
 from colossax.cli import main
-from colossax.cli.arguments import Parser
+from colossax.cli.options.arguments import Parser
 from colossax.cli.train import add_arguments, configure
 from colossax.config import Plan, Segment
 from colossax.errors import InputError, PlanError

@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from colossax.aot import parse_target
-from colossax.cli.overrides import apply_overrides
+from colossax.cli.options.overrides import apply_overrides
 from colossax.config import AttentionConfig, BatchConfig, OffloadConfig, Segment
 from colossax.planner.counting.layer_costs import stack_costs
 from colossax.planner.profiling import profile_task

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import jax
 
-from colossax.cli.programs import keep_programs
+from colossax.cli.machine.programs import keep_programs
 from colossax.config import cache_folder
 
 LARGEST_BYTES = 2 * 2**30

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 
-from colossax.cli.arguments import Parser
+from colossax.cli.options.arguments import Parser
 from colossax.cli.train import UNFINISHED, add_arguments, run
 from colossax.config import LossScale, Precision
 from colossax.planner import boost

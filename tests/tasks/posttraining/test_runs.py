@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from colossax.checkpoint import find_checkpoint
-from colossax.cli.serving_engine import _facts
+from colossax.cli.serving.engine import _facts
 from colossax.config import BatchConfig, Plan, Precision
 from colossax.data import Chat, Tokenizer
 from colossax.data.chats.template import PLAIN

@@ -3,8 +3,8 @@
 import dataclasses
 
 from colossax.aot import Target
+from colossax.cli.options.overrides import Override, apply_overrides
 from colossax.cli.output import tell
-from colossax.cli.overrides import Override, apply_overrides
 from colossax.config import Plan
 from colossax.errors import InputError
 from colossax.pipeline.measured import load_link_times

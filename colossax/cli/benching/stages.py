@@ -11,10 +11,10 @@ from typing import Any
 import jax
 
 import colossax
-from colossax.cli.devices import choose_devices, request_host_devices
+from colossax.cli.machine.devices import choose_devices, request_host_devices
+from colossax.cli.options.overrides import Override, apply_overrides
+from colossax.cli.options.recipes import run_as_asked
 from colossax.cli.output import standard_output
-from colossax.cli.overrides import Override, apply_overrides
-from colossax.cli.recipes import run_as_asked
 from colossax.config import Plan
 from colossax.errors import InputError
 from colossax.pallas.bench import Effort

@@ -3,9 +3,9 @@
 import argparse
 from typing import Any
 
-from colossax.cli.devices import choose_devices
-from colossax.cli.overrides import Override
-from colossax.cli.serving_plans import plan_asked
+from colossax.cli.machine.devices import choose_devices
+from colossax.cli.options.overrides import Override
+from colossax.cli.serving.plans import plan_asked
 from colossax.errors import InputError
 from colossax.serve.engine import Wire, run_embedder
 

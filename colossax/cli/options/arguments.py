@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from colossax.cli.overrides import Override
+from colossax.cli.options.overrides import Override
 from colossax.config import Bound, nearest
 from colossax.errors import InputError
 

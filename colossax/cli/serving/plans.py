@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from colossax.cli.arguments import number, real
+from colossax.cli.options.arguments import number, real
+from colossax.cli.options.overrides import Override, apply_overrides
+from colossax.cli.options.written import writing
 from colossax.cli.output import put, tell
-from colossax.cli.overrides import Override, apply_overrides
-from colossax.cli.written import writing
 from colossax.config import Plan, above
 from colossax.errors import InputError
 from colossax.tasks import TrainConfig
@@ -169,8 +169,8 @@ def plan_asked(
 def _found(
     args: argparse.Namespace, overrides: Sequence[Override], stored: Any, **engine: Any
 ) -> Plan:
-    from colossax.cli.devices import choose_devices
     from colossax.cli.generate import Options
+    from colossax.cli.machine.devices import choose_devices
     from colossax.offload import device_memory
     from colossax.planner.auto import find_serving_plan, for_requests, target_here
     from colossax.planner.serving import Served, Wish

@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from colossax.cli.overrides import override_names
+from colossax.cli.options.overrides import override_names
 from colossax.config import PRESETS, bound_of
 
 _WIDTH = 96

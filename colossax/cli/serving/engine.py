@@ -6,14 +6,14 @@ import socket
 from typing import Any
 
 from colossax.checkpoint import RecordReader
-from colossax.cli.beside import adapters_of
-from colossax.cli.devices import choose_devices, request_host_devices
-from colossax.cli.drafting import drafter_of
 from colossax.cli.generate import check_reads_text, opened
-from colossax.cli.overrides import Override
+from colossax.cli.machine.devices import choose_devices, request_host_devices
+from colossax.cli.options.beside import adapters_of
+from colossax.cli.options.drafting import drafter_of
+from colossax.cli.options.overrides import Override
 from colossax.cli.serve import template_of
-from colossax.cli.serving_embedder import serve_embeddings, with_pooling
-from colossax.cli.serving_plans import plan_asked
+from colossax.cli.serving.embedder import serve_embeddings, with_pooling
+from colossax.cli.serving.plans import plan_asked
 from colossax.data import Chat
 from colossax.errors import InputError
 from colossax.serve.engine import Wire, alone, run
@@ -25,7 +25,7 @@ def run_engine(args: argparse.Namespace, overrides: list[Override]) -> int:
     wire = Wire(socket.socket(fileno=args.engine_fd))
     try:
         request_host_devices(args.devices)
-        from colossax.cli.programs import kept_programs
+        from colossax.cli.machine.programs import kept_programs
 
         with kept_programs(wanted=not args.no_cache):
             _serve(wire, args, overrides)

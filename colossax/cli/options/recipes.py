@@ -3,8 +3,8 @@
 import dataclasses
 import json
 
+from colossax.cli.options.overrides import Override, apply_overrides
 from colossax.cli.output import put
-from colossax.cli.overrides import Override, apply_overrides
 from colossax.recipes import OwnTask, described
 
 

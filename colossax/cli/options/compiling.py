@@ -9,7 +9,7 @@ import json
 from importlib import resources
 from pathlib import Path
 
-from colossax.cli.arguments import (
+from colossax.cli.options.arguments import (
     keeping,
     number,
     plan_of_a_file,
@@ -17,9 +17,9 @@ from colossax.cli.arguments import (
     recipe_of_a_file,
     several_processes,
 )
-from colossax.cli.overrides import Override, apply_overrides
-from colossax.cli.recipes import list_recipes
-from colossax.cli.serving_plans import serving_options
+from colossax.cli.options.overrides import Override, apply_overrides
+from colossax.cli.options.recipes import list_recipes
+from colossax.cli.serving.plans import serving_options
 from colossax.config import above, within
 from colossax.errors import InputError
 from colossax.recipes import recipe
@@ -298,7 +298,7 @@ def _bench_serve(args: argparse.Namespace, overrides: list[Override]) -> int:
         raise InputError(
             f"--{overrides[0][0]}: bench serve has no recipe and no plan; leave it out"
         )
-    return importlib.import_module("colossax.cli.bench_serve").run(args)
+    return importlib.import_module("colossax.cli.benching.serve").run(args)
 
 
 def _check(parser: argparse.ArgumentParser) -> None:

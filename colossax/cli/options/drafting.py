@@ -3,7 +3,7 @@
 import argparse
 from typing import Any
 
-from colossax.cli.arguments import number
+from colossax.cli.options.arguments import number
 from colossax.config import user_path
 from colossax.errors import InputError
 

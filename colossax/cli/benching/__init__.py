@@ -1,0 +1,1 @@
+"""What `colossax bench` measures beside kernels."""

@@ -1,0 +1,1 @@
+"""The engine's process of `colossax serve`, and plans for what continues texts."""
