@@ -4,11 +4,6 @@ from .beside import SharesNoStepError as SharesNoStepError
 from .beside import StoredBeside as StoredBeside
 from .beside import beside as beside
 from .cache import CacheLayout as CacheLayout
-from .choices.questions import Question as Question
-from .choices.questions import Rating as Rating
-from .choices.questions import choice_requests as choice_requests
-from .choices.questions import rated as rated
-from .choices.questions import read_questions as read_questions
 from .decode import Chunk as Chunk
 from .decode import DecodeProgram as DecodeProgram
 from .decode import Sampling as Sampling

@@ -7,7 +7,8 @@ from typing import Any, Protocol, runtime_checkable
 from colossax.config import BoundPlan, MeshAxis
 from colossax.errors import InputError
 from colossax.inference.decode import decoding_model
-from colossax.inference.engine import Drafter, Engine, Replicas
+from colossax.inference.engine import Drafter, Engine, EngineStats, Replicas
+from colossax.inference.engine.driving import Over
 from colossax.inference.engine.keeping import check_all_kept
 from colossax.inference.engine.making import whole
 from colossax.inference.engine.parts import params_on, replicas_of
@@ -56,8 +57,16 @@ class Several(Protocol):
         """
         ...
 
-    def run(self) -> list[Generation]:
+    @property
+    def stats(self) -> EngineStats | None:
+        """Of the engines of the last run; None before it, and of stages."""
+        ...
+
+    def run(self, over: Over | None = None) -> list[Generation]:
         """The continuations, in the order of the requests.
+
+        Args:
+            over: Which of them end before their own ends; stages say what is left all the same.
 
         Raises:
             InputError: A request cannot be served, before any is; or the model gave no numbers.
@@ -146,7 +155,7 @@ class _Together:
     ):
         self._spec, self._bound, self._programs, self._beside = spec, bound, programs, beside
         self._requests, self._params, self._adapters = requests, params, adapters
-        self._has_room = False
+        self._has_room, self.stats = False, None
 
     @property
     def notice(self) -> str | None:
@@ -173,7 +182,7 @@ class _Together:
         other._has_room = True
         return other
 
-    def run(self) -> list[Generation]:
+    def run(self, over: Over | None = None) -> list[Generation]:
         self._settle()
         engines = [
             Engine.of(
@@ -187,7 +196,8 @@ class _Together:
             for program in self._programs
         ]
         one = engines[0] if len(engines) == 1 else Replicas(self.bound, engines)
-        told = one.generate_all(self._requests)
+        told = one.generate_all(self._requests, over)
+        self.stats = one.stats
         return [_generation(*one) for one in enumerate(zip(self._requests, told, strict=True), 1)]
 
     def _given(self, program: EngineProgram) -> Params:
@@ -215,7 +225,7 @@ class _InStages:
     """By a generator."""
 
     def __init__(self, generator: Generator, requests: list[Request]):
-        self._generator, self._requests = generator, requests
+        self._generator, self._requests, self.stats = generator, requests, None
 
     @property
     def notice(self) -> str | None:
@@ -239,7 +249,7 @@ class _InStages:
         asked = [_plain(one) if isinstance(one, EngineRequest) else one for one in requests]
         return _InStages(self._generator.with_params(params), asked)
 
-    def run(self) -> list[Generation]:
+    def run(self, over: Over | None = None) -> list[Generation]:
         return self._generator.generate_all(self._requests)
 
 

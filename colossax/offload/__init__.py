@@ -16,6 +16,7 @@ from .limits import DEVICE_SHARE as DEVICE_SHARE
 from .limits import Agree as Agree
 from .limits import device_budget as device_budget
 from .limits import device_memory as device_memory
+from .limits import held_bytes as held_bytes
 from .limits import host_budget as host_budget
 from .memory import build_stack as build_stack
 from .memory import fetch as fetch

@@ -2,6 +2,7 @@
 
 import math
 import os
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -104,3 +105,13 @@ def _check_pinned(wanted: int) -> None:
             f" {_pinned_limit() / GB:.0f} GB of host memory at most; start with {_PINNED_LIMIT}="
             f"{math.ceil(wanted / 2**30)} in the environment"
         )
+
+
+def held_bytes(tree: Any) -> int:
+    """Of the device that has most of these arrays; those in host memory are on none."""
+    held: Counter[Any] = Counter()
+    for x in jax.tree.leaves(tree):
+        if isinstance(x, jax.Array) and x.sharding.memory_kind != "pinned_host":
+            size = math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+            held.update(dict.fromkeys(x.sharding.device_set, size))
+    return max(held.values(), default=0)

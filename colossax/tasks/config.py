@@ -24,6 +24,7 @@ from colossax.config import (
     to_json,
 )
 from colossax.errors import InputError
+from colossax.evaluation.config import EvaluationConfig
 from colossax.models import config_from_json, config_to_json
 from colossax.nn.config import AdapterConfig, DrafterConfig
 from colossax.tasks.drafting.checks import check_drafter
@@ -35,8 +36,8 @@ from colossax.tasks.posttraining.config import (
     check_objective,
 )
 from colossax.tasks.posttraining.reward_model import learning_model
-from colossax.tasks.sound.sets import check_sound, check_sound_name, reads_sound
-from colossax.tasks.told import MaskConfig, SpanConfig, check_spans
+from colossax.tasks.sound.sets import check_sound, check_sound_name
+from colossax.tasks.told import MaskConfig, SpanConfig, check_examined, check_told
 
 PACKINGS = ("packed", "whole")
 SCHEDULES = (
@@ -289,6 +290,7 @@ class TrainConfig(RunLength):
         optimizer: Optimizer and learning rate.
         clip_norm: Global norm gradients are scaled down to; None leaves them.
         z_loss: Coefficient of the squared log-partition.
+        evaluation: Benchmarks by which it is examined whenever it is validated.
         sample: Completion printed at the end.
         target: The smallest GPUs the run fits on as it stands, as `aot.parse_target` reads them.
         init: Checkpoint of a model of the same sizes, whose parameters a new run starts from: its
@@ -306,6 +308,7 @@ class TrainConfig(RunLength):
     optimizer: OptimizerConfig = OptimizerConfig()
     clip_norm: ClipNorm | None = 1.0
     z_loss: NotNegative = 0.0
+    evaluation: EvaluationConfig = EvaluationConfig()
     sample: SampleConfig = SampleConfig()
     target: str = "h100:1x1"
     init: str | None = None
@@ -315,6 +318,7 @@ class TrainConfig(RunLength):
         check_drafter(self)
         object.__setattr__(self, "model", learning_model(self))
         check_objective(self)
+        check_examined(self)
         if self.data.audio is not None or self.data.images is not None:
             (check_images if self.data.audio is None else check_sound)(self)
             return self._check_averages()
@@ -324,7 +328,7 @@ class TrainConfig(RunLength):
                 f"data.seq_len: {self.data.seq_len} is above the model's {longest};"
                 f" shorten the sequence or raise model.max_seq"
             )
-        self._check_told()
+        check_told(self)
         self._check_averages()
 
     def _check_averages(self) -> None:
@@ -332,42 +336,6 @@ class TrainConfig(RunLength):
             raise InputError(
                 "plan.offload.disk: the optimizer's averages of parameters, which are evaluated,"
                 " would lie there in part; give disk 0, which keeps them in host memory"
-            )
-
-    def _check_told(self) -> None:
-        """Refuse a model that cannot tell what the data ask of it."""
-        decoder, masked = self.model.decoder(), self.data.masking is not None
-        causal = getattr(decoder, "causal", True)
-        if getattr(decoder, "patches", None) or hasattr(self.model, "image_encoder"):
-            raise InputError(
-                "data.images: the model reads images, and the run is on text; give data.images, as"
-                " the recipe vit_digits does"
-            )
-        if reads_sound(self.model):
-            raise InputError(
-                "data.audio: the model's encoder reads sound, and the run is on text; give"
-                " data.audio, as the recipe whisper_tones does"
-            )
-        check_spans(self)
-        if getattr(decoder, "head", None) is not None and self.objective.name != "reward":
-            raise InputError(
-                "model.head: a run on text trains logits of the vocabulary, and the model has"
-                " another head; leave it out, or give boost the loss of such a head"
-            )
-        if causal and masked:
-            raise InputError(
-                "data.masking: the model's attention is causal, so a masked token would be told by"
-                " those before it alone; leave masking out, or take an encoder, as bert_stdlib has"
-            )
-        if not causal and not masked:
-            raise InputError(
-                "data.masking: the model sees the next token, which it would be asked for; start"
-                " from a recipe that masks tokens, as bert_stdlib"
-            )
-        if not causal and self.sample.prompt:
-            raise InputError(
-                "sample.prompt: the model's attention is not causal, so it continues no text; leave"
-                " the prompt empty"
             )
 
     @property

@@ -1,5 +1,6 @@
 """Text as a task: the next token's loss on what a configuration says, and what is told of it."""
 
+import dataclasses
 import functools
 from collections.abc import Mapping
 from typing import Any
@@ -8,6 +9,7 @@ import jax
 import numpy as np
 
 from colossax.config import to_json
+from colossax.data import Tokenizer
 from colossax.models import config_to_json, maker
 from colossax.nn import DualEncoderConfig, SeeingConfig, with_adapter
 from colossax.optim import averaged
@@ -97,8 +99,35 @@ def task_of(config: TrainConfig, group: Group | None = None) -> Task:
         complete=lambda step, params: _completion(config, text(), step, params),
     )
     if config.objective:
-        return with_objective(task, config, group, functools.partial(identity, config))
-    return with_drafter(task, config, text) if config.drafter else task
+        task = with_objective(task, config, group, functools.partial(identity, config))
+    elif config.drafter:
+        task = with_drafter(task, config, text)
+    return _with_examiner(task, config) if config.evaluation else task
+
+
+def _with_examiner(task: Task, config: TrainConfig) -> Task:
+    """The task, its model examined by benchmarks whenever it is validated."""
+
+    @functools.cache
+    def examiner() -> Any:
+        from colossax.evaluation import Examiner  # with all that generates
+
+        tokenizer = Tokenizer.from_json(task.documents()["tokenizer"])
+        return Examiner(config.evaluation, tokenizer, config.model.decoder().max_seq)
+
+    def examined(step: Step, state: TrainState) -> Mapping[str, float]:
+        return examiner()(step, state)
+
+    def identity() -> dict[str, Any]:
+        examiner()  # it is asked for before a run has a folder, where refusals belong
+        return task.identity()
+
+    return dataclasses.replace(
+        task,
+        identity=identity,
+        evaluators={**task.evaluators, "evaluation": examined},
+        introduction=lambda: [*task.introduction(), examiner().description],
+    )
 
 
 def _flops(config: TrainConfig) -> int:

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from colossax.config import Bound, Positive, Share, check_types
 from colossax.errors import InputError
+from colossax.tasks.sound.sets import reads_sound
 
 if TYPE_CHECKING:
     from colossax.tasks.config import TrainConfig
@@ -107,3 +108,61 @@ def check_spans(config: "TrainConfig") -> None:
             f" written, and the model has {longest_source} and {decoder.max_seq}; shorten the"
             " rows or raise model.max_seq"
         )
+
+
+def check_told(config: "TrainConfig") -> None:
+    """Refuse a model that cannot tell what the data ask of it.
+
+    Raises:
+        InputError: That.
+    """
+    decoder, masked = config.model.decoder(), config.data.masking is not None
+    causal = getattr(decoder, "causal", True)
+    if getattr(decoder, "patches", None) or hasattr(config.model, "image_encoder"):
+        raise InputError(
+            "data.images: the model reads images, and the run is on text; give data.images, as"
+            " the recipe vit_digits does"
+        )
+    if reads_sound(config.model):
+        raise InputError(
+            "data.audio: the model's encoder reads sound, and the run is on text; give"
+            " data.audio, as the recipe whisper_tones does"
+        )
+    check_spans(config)
+    if getattr(decoder, "head", None) is not None and config.objective.name != "reward":
+        raise InputError(
+            "model.head: a run on text trains logits of the vocabulary, and the model has"
+            " another head; leave it out, or give boost the loss of such a head"
+        )
+    if causal and masked:
+        raise InputError(
+            "data.masking: the model's attention is causal, so a masked token would be told by"
+            " those before it alone; leave masking out, or take an encoder, as bert_stdlib has"
+        )
+    if not causal and not masked:
+        raise InputError(
+            "data.masking: the model sees the next token, which it would be asked for; start"
+            " from a recipe that masks tokens, as bert_stdlib"
+        )
+    if not causal and config.sample.prompt:
+        raise InputError(
+            "sample.prompt: the model's attention is not causal, so it continues no text; leave"
+            " the prompt empty"
+        )
+
+
+def check_examined(config: "TrainConfig") -> None:
+    """Refuse benchmarks of a model that continues no text.
+
+    Raises:
+        InputError: That, or stages, under which no prompt is scored.
+    """
+    data = config.data
+    others = (data.images, data.audio, data.masking, data.spans)
+    text = all(one is None for one in others) and config.objective.name != "reward"
+    if config.evaluation and not text:
+        raise InputError(
+            "evaluation.tasks: the model that the run trains continues no text, which benchmarks"
+            " ask for; leave it out"
+        )
+    config.evaluation.check(config.plan)

@@ -121,7 +121,12 @@ def test_nobody_reads_standard_output(text, tmp_path, shell, noted):
 
 @pytest.mark.catches("hangup-unheeded")
 def test_a_hangup_saves(text, tmp_path):
-    started = Started("--steps=5000", f"--out={tmp_path / 'run'}", text=text, log=tmp_path / "log")
+    ours = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # children of `nohup pytest` heed none
+    try:
+        out = f"--out={tmp_path / 'run'}"
+        started = Started("--steps=5000", out, text=text, log=tmp_path / "log")
+    finally:
+        signal.signal(signal.SIGHUP, ours)
     done = started.until(2).send(signal.SIGHUP).finish()
     assert done.code == EXIT_CODES["SIGHUP"] == 129, done.errors
     assert done.final["stopped_by"] == "SIGHUP"

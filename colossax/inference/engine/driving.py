@@ -1,9 +1,12 @@
 """Requests brought to their ends, by whatever serves them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
 from colossax.scheduling import Emitted, EngineRequest
+
+Over = Callable[[int, int | None], bool]
+"""Of a request, by its place among all, and the token that it has just said: whether to end it."""
 
 
 @runtime_checkable
@@ -12,6 +15,10 @@ class Serves(Protocol):
 
     @property
     def busy(self) -> bool:
+        """See `Engine`."""
+        ...
+
+    def cancel(self, number: int) -> None:
         """See `Engine`."""
         ...
 
@@ -24,12 +31,17 @@ class Serves(Protocol):
         ...
 
 
-def to_their_ends(engine: Serves, requests: Sequence[EngineRequest]) -> list[list[Emitted]]:
-    """Of each request what was emitted, in order."""
+def to_their_ends(
+    engine: Serves, requests: Sequence[EngineRequest], over: Over | None = None
+) -> list[list[Emitted]]:
+    """Of each request what was emitted, in order; those that are `over` have ended then."""
     order = {engine.add(request): i for i, request in enumerate(requests)}
     found: list[list[Emitted]] = [[] for _ in requests]
     while engine.busy:
         for one in engine.step():
-            if one.request in order:
-                found[order[one.request]].append(one)
+            if (at := order.get(one.request)) is None:
+                continue
+            found[at].append(one)
+            if over is not None and one.ended is None and over(at, one.token):
+                engine.cancel(one.request)
     return found

@@ -12,7 +12,7 @@ import numpy as np
 from colossax.config import BoundPlan
 from colossax.errors import InputError
 from colossax.inference.engine.drafting import Drafter
-from colossax.inference.engine.driving import to_their_ends
+from colossax.inference.engine.driving import Over, to_their_ends
 from colossax.inference.engine.hosting import HostPages
 from colossax.inference.engine.keeping import check_keep
 from colossax.inference.engine.naming import check_adapter, named
@@ -298,9 +298,11 @@ class Engine:
         self._told = []
         return told
 
-    def generate_all(self, requests: Sequence[EngineRequest]) -> list[list[Emitted]]:
-        """All requests to their ends: of each what was emitted, in order."""
-        return to_their_ends(self, requests)
+    def generate_all(
+        self, requests: Sequence[EngineRequest], over: Over | None = None
+    ) -> list[list[Emitted]]:
+        """All requests to their ends, or to where they are `over`: of each what was emitted."""
+        return to_their_ends(self, requests, over)
 
     def _send(self) -> bool:
         """Begin the next step; whether there was one."""

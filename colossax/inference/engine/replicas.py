@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from colossax.config import BoundPlan
-from colossax.inference.engine.driving import to_their_ends
+from colossax.inference.engine.driving import Over, to_their_ends
 from colossax.inference.engine.engine import Engine
 from colossax.inference.engine.program import Sizes
 from colossax.inference.engine.values import Constraint, EngineStats
@@ -113,9 +113,11 @@ class Replicas:
                 told += [self._named(at, one) for one in engine.land()]
         return told
 
-    def generate_all(self, requests: Sequence[EngineRequest]) -> list[list[Emitted]]:
+    def generate_all(
+        self, requests: Sequence[EngineRequest], over: Over | None = None
+    ) -> list[list[Emitted]]:
         """As of `Engine`."""
-        return to_their_ends(self, requests)
+        return to_their_ends(self, requests, over)
 
     def _named(self, at: int, one: Emitted) -> Emitted:
         """By the number that all share."""

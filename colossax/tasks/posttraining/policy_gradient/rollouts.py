@@ -1,6 +1,5 @@
 """Answers that the model in training gives to prompts, their rewards, and rows of both."""
 
-import collections
 import contextlib
 import dataclasses
 import hashlib
@@ -10,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from colossax.config import MeshAxis
@@ -18,6 +16,7 @@ from colossax.data.chats.prompts import Prompt
 from colossax.data.chats.rows import filled_row
 from colossax.data.loader import LocalBatch
 from colossax.errors import InputError
+from colossax.offload import held_bytes
 from colossax.processes.group import Group
 from colossax.scheduling import EngineRequest, SamplingConfig
 from colossax.step.step import Step
@@ -117,7 +116,7 @@ class Rollouts(Callback):
         if step.spec.model_names:
             rest["params"] = {name: x for name, x in self._params.items() if name != LEARNER}
         held = self._group.together(lambda: self._loaded(step))
-        self._beside = device_bytes((rest, held))
+        self._beside = held_bytes((rest, held))
 
     def __call__(self, now: Any) -> None:
         """Take the parameters after a step, and tell of the answers that it learned from."""
@@ -360,16 +359,6 @@ def _cut(one: Any, ends: Sequence[int]) -> Any:
     return dataclasses.replace(
         one, tokens=one.tokens[: at + 1], logprobs=one.logprobs[: at + 1], ended=True
     )
-
-
-def device_bytes(tree: Any) -> int:
-    """Of the device that has most of these arrays; those in host memory are on none."""
-    held: collections.Counter[Any] = collections.Counter()
-    for x in jax.tree.leaves(tree):
-        if isinstance(x, jax.Array) and x.sharding.memory_kind != "pinned_host":
-            size = math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
-            held.update(dict.fromkeys(x.sharding.device_set, size))
-    return max(held.values(), default=0)
 
 
 def told_of(judged: Judged, group: int) -> dict[str, float]:
