@@ -81,8 +81,8 @@ NAMES = {
         "recording_kept running shapes_of stack_call stage_layers standing_in summed"
     ),
     "colossax.data": (
-        "BatchLoader Chat Corpus Documents MaskedRows Mixture RowSource Rows Split SyntheticRows "
-        "SpanRows Tokenizer ValidationBatches WholeDocuments "
+        "BatchLoader Chat ChatTemplate Corpus Documents MaskedRows Mixture RowSource Rows Split "
+        "SpanRows SyntheticRows Tokenizer ValidationBatches WholeDocuments "
         "cache_folder encode_corpus global_arrays "
         "joined path_documents stack_rows stdlib_documents train_tokenizer unigram_entropy_nats "
         "Tones log_mel wanted_rows"
@@ -173,7 +173,7 @@ NAMES = {
     ),
     "colossax.serve": (
         "Backend Constraint EngineDown EngineFailed EngineFull Facts Grammars Keys Limits "
-        "ServeOptions Started Stats bound serve"
+        "ServeOptions Started Stats Telling bound serve"
     ),
     "colossax.recipes": (
         "DEFAULT_RECIPE OwnTask RECIPES any_recipe described recipe recipe_from_file"

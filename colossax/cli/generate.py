@@ -9,6 +9,7 @@ from typing import Any
 from colossax.cli.machine.devices import choose_devices, request_host_devices
 from colossax.cli.options.arguments import BASE_HELP, keeping, number, real
 from colossax.cli.options.beside import adapter_option, adapters_of, keep_of, keep_option
+from colossax.cli.options.chat import chat_options, check_chat
 from colossax.cli.options.drafting import check_draft, draft_options, drafter_of
 from colossax.cli.options.overrides import Override
 from colossax.cli.output import put, tell
@@ -19,8 +20,8 @@ from colossax.scheduling import TOP_SHARE
 
 DESCRIPTION = {
     "generate": (
-        "Continue prompts with the model of a checkpoint. CHECKPOINT is the folder of a run, of\n"
-        "its checkpoints (the latest is taken), or of one of them."
+        "Continue prompts with the model of a checkpoint, or talk to it (--chat). CHECKPOINT is\n"
+        "the folder of a run, of its checkpoints (the latest is taken), or of one of them."
     )
 }
 
@@ -50,7 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser, _verb: str) -> None:
         "--max-tokens",
         metavar="N",
         type=number(1),
-        help=f"most tokens to add; default {_MAX_TOKENS}, or fewer where the sequence is full then",
+        help=f"most tokens to add; default {_MAX_TOKENS}, or fewer where the sequence is full then,"
+        " and with --chat what there is room for",
     )
     parser.add_argument(
         "--temperature",
@@ -88,12 +90,15 @@ def add_arguments(parser: argparse.ArgumentParser, _verb: str) -> None:
         help="of the draws; default %(default)s",
     )
     parser.add_argument(
-        "--json", action="store_true", help="one JSON object a prompt on standard output"
+        "--json",
+        action="store_true",
+        help="one JSON object a prompt, or a turn of --chat, on standard output",
     )
     plan_option(parser)
     weights_option(parser)
     draft_options(parser)
     keep_option(parser)
+    chat_options(parser.add_argument_group("a conversation"))
     parser.add_argument(
         "--devices", metavar="N", type=number(1), help="devices to use; on a CPU, N are made"
     )
@@ -130,31 +135,29 @@ def weights_option(parser: argparse.ArgumentParser) -> None:
 def run(_verb: str, args: argparse.Namespace, overrides: list[Override]) -> int:
     """Generate as asked and return the exit code."""
     check_draft(args)
+    check_chat(args)
     keep_of(args)
     request_host_devices(args.devices)
     from colossax.cli.machine.programs import kept_programs
 
     with kept_programs(wanted=not args.no_cache):
+        if args.chat:
+            from colossax.cli.chat import chat
+
+            return chat(args, overrides)
         return _generate(args, overrides)
 
 
 def _generate(args: argparse.Namespace, overrides: list[Override]) -> int:
-    from colossax.scheduling import EngineRequest, Reads, SamplingConfig
+    from colossax.scheduling import EngineRequest, Reads
 
     stored = opened(args)
     stored = stored.with_weights(args.weights, outliers=args.outliers)
     # All that can be refused is, before parameters are read.
     check_reads_text(stored.model)
     prompts = prompt_tokens(args, stored.tokenizer)
-    sampling = SamplingConfig(
-        temperature=args.temperature,
-        seed=args.seed,
-        top_k=args.top_k,
-        top_p=args.top_p,
-        min_p=args.min_p,
-    )
     limit, reads = stored.config.max_seq, Reads(longest=stored.config.longest_source)
-    requests, keep = [], keep_of(args)
+    requests, keep, sampling = [], keep_of(args), sampling_of(args)
     for text in prompts:
         prompt, source = asked(stored.config, text)
         max_tokens = args.max_tokens or max(1, min(_MAX_TOKENS, limit - len(prompt)))
@@ -263,6 +266,19 @@ def fitted(model: Any, plan: Plan, devices: Any, **sizes: Any) -> Plan:
     return fitted.plan
 
 
+def sampling_of(args: argparse.Namespace) -> Any:
+    """How tokens are to be chosen."""
+    from colossax.scheduling import SamplingConfig
+
+    return SamplingConfig(
+        temperature=args.temperature,
+        seed=args.seed,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        min_p=args.min_p,
+    )
+
+
 def opened(args: argparse.Namespace) -> Any:
     """The checkpoint that was asked for."""
     from colossax.inference import open_checkpoint
@@ -303,7 +319,8 @@ def prompt_tokens(args: argparse.Namespace, tokenizer: Any) -> list[list[int]]:
     """
     if (args.prompt is None) == (args.prompt_tokens is None):
         given = "neither" if args.prompt is None else "both"
-        raise InputError(f"--prompt or --prompt-tokens: found {given}; give one of them")
+        chat = ", or --chat to talk" if args.prompt is None else ""
+        raise InputError(f"--prompt or --prompt-tokens: found {given}; give one of them{chat}")
     if args.prompt is None:
         return [_ids(text) for text in args.prompt_tokens]
     for prompt in args.prompt:

@@ -17,7 +17,7 @@ VERBS = {
     "train": ("colossax.cli.train", "train a model by a recipe"),
     "inspect": (_COMPILES, "count what a run would need on GPUs that are not there"),
     "plan": (_COMPILES, "find the fastest plan that fits GPUs that are not there"),
-    "generate": ("colossax.cli.generate", "continue a prompt with a trained model"),
+    "generate": ("colossax.cli.generate", "continue a prompt with a trained model, or talk to it"),
     "eval": ("colossax.cli.eval", "say how often a model finds the right choice"),
     "serve": ("colossax.cli.serve", "serve a trained model over HTTP"),
     "import": ("colossax.cli.convert", "turn a Hugging Face folder into a checkpoint"),

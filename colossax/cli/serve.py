@@ -3,7 +3,6 @@
 import argparse
 import sys
 from pathlib import Path
-from typing import Any
 
 from colossax.cli.generate import weights_option
 from colossax.cli.options.arguments import BASE_HELP, keeping, number, real
@@ -234,18 +233,3 @@ def _check_extra() -> None:
             f"serve: {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed;"
             " install colossax[serve]"
         )
-
-
-def template_of(args: argparse.Namespace) -> Any:
-    """The chat template that was given; None where none was.
-
-    Raises:
-        InputError: It cannot be read.
-    """
-    if args.chat_template is None:
-        return None
-    path = user_path(args.chat_template, "--chat-template")
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as problem:
-        raise InputError(f"--chat-template: {path} cannot be read ({problem})") from problem

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from colossax.config import cache_folder as cache_folder
 
     from .chats.chat import Chat as Chat
+    from .chats.template import ChatTemplate as ChatTemplate
     from .corpus import Corpus as Corpus
     from .corpus import Split as Split
     from .corpus import encode_corpus as encode_corpus

@@ -25,5 +25,6 @@ if TYPE_CHECKING:
     from .http.server import serve as serve
     from .options import Limits as Limits
     from .options import ServeOptions as ServeOptions
+    from .text import Telling as Telling
 else:
     __getattr__, __dir__ = lazily(__name__)

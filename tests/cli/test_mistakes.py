@@ -152,6 +152,8 @@ TABLE = {
     "generate empty --top-p 2": ["--top-p: found 2", "give a number above 0, at most 1"],
     "generate empty --top-k -1": ["--top-k: found -1", "give 0 or more"],
     "generate empty --min-p 1.5": ["--min-p: found 1.5", "give 0 to 1"],
+    "generate empty --chat --prompt a": ["--prompt: --chat reads", "standard input"],
+    "generate empty --chat --slots 1": ["--slots: found 1", "give 2 or more"],
     "generate empty --best-of 2": ["--best-of", "known: "],
     "import gpt2 out": ["gpt2/config.json: is missing", "name a folder"],
     "export nowhere out": ["'nowhere' does not exist", "give the directory"],

@@ -5,16 +5,14 @@ import contextlib
 import socket
 from typing import Any
 
-from colossax.checkpoint import RecordReader
 from colossax.cli.generate import check_reads_text, opened
 from colossax.cli.machine.devices import choose_devices, request_host_devices
 from colossax.cli.options.beside import adapters_of
 from colossax.cli.options.drafting import drafter_of
 from colossax.cli.options.overrides import Override
-from colossax.cli.serve import template_of
+from colossax.cli.serving.chats import chat_of, ends_of, slots_of, template_of
 from colossax.cli.serving.embedder import serve_embeddings, with_pooling
 from colossax.cli.serving.plans import plan_asked
-from colossax.data import Chat
 from colossax.errors import InputError
 from colossax.serve.engine import Wire, alone, run
 
@@ -110,23 +108,13 @@ def _facts(args: argparse.Namespace, stored: Any) -> dict[str, Any]:
             "CHECKPOINT: the model reads a source with an encoder, which no endpoint gives; use"
             " `colossax generate`"
         )
-    slots = config.max_seq if args.slots is None else args.slots
-    if slots > config.max_seq:
-        raise InputError(
-            f"--slots: found {slots}, but the model's longest sequence is {config.max_seq}; give"
-            f" {config.max_seq} or fewer"
-        )
-    eos = tokenizer.eos if config.eos is None else config.eos
-    readers = (RecordReader(stored.directory, stored.step), stored.origin[0])  # an adapter's first
-    found = (reader.document("chat", dict) for reader in readers)
-    chat = Chat.from_json(next(filter(None, found), None))
-    given = template_of(args)
+    slots, chat, given = slots_of(args, config), chat_of(stored), template_of(args)
     return {
         "model": args.name or _name(stored),
         "tokenizer": {"definition": tokenizer.definition, "end": tokenizer.end},
         "vocab": config.vocab,
         "slots": slots,
-        "ends": sorted({eos, *(token for token in chat.ends if token < config.vocab)}),
+        "ends": list(ends_of(stored, chat)),
         "seats": args.seats,
         "chat_template": chat.template if given is None else given,
         "bos": chat.bos,

@@ -25,12 +25,18 @@ ADAPTERS = {
 """Other ranks, scales and maps each."""
 
 
-def base(folder, config=CONFIG, seed=0, **documents):
-    """A checkpoint of a model, all of whose numbers are random; `documents` beside it."""
+def base(folder, config=CONFIG, seed=0, says=None, **documents):
+    """A checkpoint of a model, all of whose numbers are random; `documents` beside it.
+
+    Of tokens it says those of `says` alone, if they are given: others have logits of 0.
+    """
     noise = np.random.default_rng(seed)
     with use(Plan().bind(jax.devices()[:1])):
         infos = jax.tree.leaves(describe(maker(config)).infos)
     arrays = [_first(info, noise) for info in infos]
+    if says is not None:
+        ((_, head),) = [one for one in zip(infos, arrays, strict=True) if one[0].path == "head/w"]
+        head[:, [token for token in range(config.vocab) if token not in says]] = 0
     return _saved(folder, infos, arrays, {"model": config_to_json(config), **documents})
 
 
