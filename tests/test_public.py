@@ -69,8 +69,8 @@ NAMES = {
     "colossax.offload": (
         "DEVICE_SHARE Demand GB Kind PipelinedTest Rates Residency Setting Traffic Update "
         "UpdateRate Way build_stack cpu_device cpu_share device_budget device_memory fetch "
-        "gb_down gb_up held_bytes hiding_tokens host_budget host_shares kept_token_share load_rates "
-        "measure_rates new_stack on_host place rates_path resolved_segments save_rates "
+        "gb_down gb_up held_bytes hiding_tokens host_budget host_shares kept_token_share "
+        "load_rates measure_rates new_stack on_host place rates_path resolved_segments save_rates "
         "segment_counts stage_segments store to_device update_seconds waited_bytes "
         "working_set_bytes"
     ),
@@ -168,8 +168,9 @@ NAMES = {
         "RetrievalDrafter holds_drafter"
     ),
     "colossax.evaluation": (
-        "AnswerItem Asked Benchmark ChoiceItem Evaluated EvaluationConfig Examination Examiner Item "
-        "PassageItem Prompt Rated Ratio Reader Result Score aligned read_benchmark table written"
+        "AnswerItem Asked Benchmark ChoiceItem Evaluated EvaluationConfig Examination Examiner "
+        "Item PassageItem Prompt Rated Ratio Reader Result Score aligned read_benchmark table "
+        "written"
     ),
     "colossax.serve": (
         "Backend Constraint EngineDown EngineFailed EngineFull Facts Grammars Keys Limits "

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 from collections.abc import Iterator, Sequence
 
 from colossax.evaluation.items import SCORED, Asked, Rated
@@ -9,6 +10,9 @@ from colossax.evaluation.reading import Reader
 from colossax.evaluation.scores import Ratio
 from colossax.inference.generator import Generation
 from colossax.scheduling import EngineRequest
+
+_BLANKS = re.compile(r"\s+")
+"""Part words; what is behind the last of them counts as one, as in lm-evaluation-harness."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,7 +47,7 @@ class PassageItem:
         nats = -math.fsum(logprobs)
         sizes = {
             "byte_perplexity": len(self.text.encode()),
-            "word_perplexity": len(self.text.split()) or 1,
+            "word_perplexity": len(_BLANKS.split(self.text)),
             "token_perplexity": len(logprobs),
         }
         metrics = {name: Ratio(nats, size) for name, size in sizes.items()}

@@ -155,7 +155,8 @@ class _Together:
     ):
         self._spec, self._bound, self._programs, self._beside = spec, bound, programs, beside
         self._requests, self._params, self._adapters = requests, params, adapters
-        self._has_room, self.stats = False, None
+        self._has_room = False
+        self.stats: EngineStats | None = None
 
     @property
     def notice(self) -> str | None:
