@@ -11,7 +11,7 @@ from colossax.cli.machine.devices import choose_devices, request_host_devices
 from colossax.cli.options.arguments import BASE_HELP, keeping, number
 from colossax.cli.options.overrides import Override, apply_overrides
 from colossax.cli.output import put, tell
-from colossax.config import Plan, user_path
+from colossax.config import MeshAxis, Plan, user_path
 from colossax.errors import InputError
 
 DESCRIPTION = {
@@ -38,7 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser, _verb: str) -> None:
         metavar="TASK",
         nargs="+",
         help="benchmarks: docstrings (comes with colossax), mmlu=FOLDER, ceval=FOLDER,"
-        " gsm8k=FOLDER, math=FOLDER, longbench=FOLDER, choices=FILE, answers=FILE, text=PATH",
+        " gsm8k=FOLDER, math=FOLDER, longbench=FOLDER, longbench_e=FOLDER, choices=FILE,"
+        " answers=FILE, text=PATH",
     )
     parser.add_argument(
         "--shots",
@@ -91,17 +92,23 @@ def _evaluate(args: argparse.Namespace, overrides: list[Override]) -> int:
     out = None if args.out is None else _folder(user_path(args.out, "--out"))
     benchmarks = _benchmarks(args, words)
     # All that can be refused is, before parameters are read.
+    exams: dict[tuple[str, int], Any] = {}
     models = []
     for folder in folders:
         stored = _opened(args, folder)
+        plan = _planned(stored, overrides)
         reader = Reader(tokenizer=stored.tokenizer, slots=stored.config.max_seq)
-        models.append((stored, Examination(benchmarks, reader)))
-    each = [
-        _examined(args, overrides, folder, *model)
-        for folder, model in zip(folders, models, strict=True)
-    ]
+        known = stored.tokenizer.fingerprint, reader.slots
+        if known not in exams:
+            exams[known] = Examination(benchmarks, reader)
+        models.append((stored, plan, exams[known]))
+    each = []
+    for folder, model in zip(folders, models, strict=True):
+        each.append(_examined(args, folder, *model))
+        if out is not None and jax.process_index() == 0:
+            _write(each, out)
     if jax.process_index() == 0:
-        _tell(args, each, out)
+        _tell(args, each)
     return 0
 
 
@@ -172,14 +179,42 @@ def _opened(args: argparse.Namespace, folder: str) -> Any:
     return stored
 
 
-def _examined(
-    args: argparse.Namespace, overrides: list[Override], folder: str, stored: Any, exam: Any
-) -> Any:
+def _planned(stored: Any, overrides: list[Override]) -> Plan:
+    """The plan of a checkpoint's model.
+
+    Raises:
+        InputError: It has stages, with which no prompt is scored.
+    """
+    plan = apply_overrides(Options(plan=stored.plan), overrides).plan
+    if plan.mesh.get(MeshAxis.STAGE, 1) > 1:
+        raise InputError(
+            "plan.mesh: with stages no prompt is scored; give the devices of 'stage' to 'tensor' or"
+            " 'fsdp'"
+        )
+    return plan
+
+
+def _write(each: Sequence[Any], out: Path) -> None:
+    """What came of the checkpoints so far.
+
+    Raises:
+        InputError: The folder cannot be written any longer.
+    """
+    from colossax.evaluation import written
+
+    try:
+        written(each, out)
+    except OSError as problem:
+        raise InputError(
+            f"--out {out}: can no longer be written ({problem.strerror}); name another folder"
+        ) from None
+
+
+def _examined(args: argparse.Namespace, folder: str, stored: Any, plan: Plan, exam: Any) -> Any:
     """What comes of one checkpoint."""
     from colossax.evaluation import Evaluated
     from colossax.inference import several
 
-    plan: Plan = apply_overrides(Options(plan=stored.plan), overrides).plan
     devices = choose_devices(args.devices)
     plan = fitted(stored, plan, devices, requests=exam.requests)
     loaded = stored.load(plan, devices)
@@ -197,11 +232,9 @@ def _examined(
     )
 
 
-def _tell(args: argparse.Namespace, each: Sequence[Any], out: Path | None) -> None:
-    from colossax.evaluation import aligned, table, written
+def _tell(args: argparse.Namespace, each: Sequence[Any]) -> None:
+    from colossax.evaluation import aligned, table
 
-    if out is not None:
-        written(each, out)
     told = [one.told() for one in each]
     if args.tasks is None:
         put(f"{_of_choices(told[0], as_json=args.json)}\n")

@@ -6,7 +6,7 @@ from typing import Any
 
 from colossax.evaluation.items import Asked, Item
 from colossax.evaluation.reading import Reader
-from colossax.evaluation.scores import Score, scores_of
+from colossax.evaluation.scores import Score, mean_of, scores_of
 from colossax.inference.generator import Generation
 from colossax.scheduling import EngineRequest
 
@@ -22,11 +22,13 @@ class Benchmark:
         name: As people know it.
         items: One or more.
         metric: Which of their metrics stands for it where there is room for one.
+        groups_alike: Whether its scores are means of its groups', however many items each has.
     """
 
     name: str
     items: tuple[Item, ...]
     metric: str
+    groups_alike: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -114,11 +116,13 @@ class Examination:
                 groups.setdefault(item.group, []).append(metrics)
             values = {name: part.over / part.under for name, part in metrics.items()}
             records.append({"where": item.where, "group": item.group, **values, **told})
+        scored = {name: scores_of(each) for name, each in groups.items()}
+        alike = benchmark.groups_alike and scored
         return Result(
             metric=benchmark.metric,
             items=len(benchmark.items),
             shortened=sum(one.shortened for one in asked),
-            scores=scores_of(rated),
-            groups={name: scores_of(each) for name, each in groups.items()},
+            scores=mean_of([*scored.values()]) if alike else scores_of(rated),
+            groups=scored,
             records=tuple(records),
         )

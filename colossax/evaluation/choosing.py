@@ -37,6 +37,10 @@ class ChoiceItem:
         """
         room, texts = reader.slots - 1, iter(self.prompt.texts())
         most = text = next(texts)
+        some = len(self.prompt.shots)
+        # One choice says sooner that examples are too many; all of them have the last word.
+        while some and len(reader.encode([text + self.choices[0]])[0]) > room:
+            text, some = next(texts), some - 1
         pairs = self._pairs(text, reader)
         while max(len(whole) for whole, _ in pairs) > room:
             if (text := next(texts, None)) is None:

@@ -5,6 +5,7 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 
+from colossax.errors import InputError
 from colossax.evaluation.items import SCORED, Asked, Rated
 from colossax.evaluation.reading import Reader
 from colossax.evaluation.scores import Ratio
@@ -35,6 +36,12 @@ class PassageItem:
     def asked(self, reader: Reader) -> Asked:
         """See `Item`: a request for each window."""
         tokens, room = reader.tokenizer.encode(self.text), reader.slots - 1
+        if not tokens:
+            raise InputError(f"{self.where}: holds no text; leave it out")
+        if self.context >= room:
+            raise InputError(
+                f"--context: found {self.context}, and a window has {room} tokens; give less"
+            )
         requests = [
             EngineRequest(prompt=tuple(row), max_tokens=1, score_from=begin, sampling=SCORED)
             for row, begin in windows(tokens, reader.nothing, room, self.context)

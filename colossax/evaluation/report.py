@@ -57,7 +57,7 @@ def spelt(score: Score | None) -> str:
 def table(each: Sequence[Evaluated]) -> list[list[str]]:
     """Rows of texts, the first of them names: each metric of each benchmark, then each group's one.
 
-    Checkpoints are columns, by the parts of their names that differ.
+    Checkpoints are columns.
     """
     rows = [["task", "items", "metric", *(one.checkpoint for one in each)]]
     for name, first in each[0].results.items():
@@ -82,7 +82,7 @@ def markdown(rows: Sequence[Sequence[str]]) -> str:
     """The table for a page."""
     head, *others = rows
     lines = [head, ["---"] * len(head), *others]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    return "".join(f"| {' | '.join(x.replace('|', '/') for x in line)} |\n" for line in lines)
 
 
 def written(each: Sequence[Evaluated], folder: Path) -> None:

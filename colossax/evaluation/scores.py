@@ -65,3 +65,23 @@ def scores_of(rated: Sequence[Mapping[str, Ratio]]) -> dict[str, Score]:
         )
         for name in names
     }
+
+
+def mean_of(groups: Sequence[Mapping[str, Score]]) -> dict[str, Score]:
+    """The mean over groups of each metric that all have, each group counted alike.
+
+    Its standard error is `sqrt(sum(stderr^2)) / groups`; None where one of them has none.
+    """
+    means = {}
+    for name in groups[0]:
+        each = [one[name] for one in groups if name in one]
+        if len(each) < len(groups):
+            continue
+        errors = [one.stderr for one in each]
+        known = [one for one in errors if one is not None]
+        means[name] = Score(
+            value=math.fsum(one.value for one in each) / len(each),
+            stderr=math.hypot(*known) / len(each) if len(known) == len(each) else None,
+            items=sum(one.items for one in each),
+        )
+    return means

@@ -4,6 +4,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+import jax
+
 from colossax.data import Tokenizer
 from colossax.errors import InputError
 from colossax.evaluation.benchmark import Benchmark, Examination
@@ -46,13 +48,16 @@ class Examiner:
         description: What it is examined by, for people.
     """
 
-    def __init__(self, config: EvaluationConfig, tokenizer: Tokenizer, slots: int):
+    def __init__(
+        self, config: EvaluationConfig, tokenizer: Tokenizer, slots: int, *, averages: bool = False
+    ):
         """Read the benchmarks and make tokens of them.
 
         Args:
             config: Which.
             tokenizer: Of the model.
             slots: Its longest sequence.
+            averages: Whether what is examined are averages, which are beside what learns.
 
         Raises:
             InputError: One is not there, or has an item that does not fit.
@@ -60,6 +65,7 @@ class Examiner:
         self._benchmarks = benchmarks_of(config)
         reader = Reader(tokenizer=tokenizer, slots=slots)
         self._exam, self._eos = Examination(self._benchmarks, reader), tokenizer.eos
+        self._averages = averages
         self._asking: tuple[Step, Any] | None = None
         sizes = ", ".join(f"{one.name} ({len(one.items):,})" for one in self._benchmarks)
         self.description = f"examined by {sizes}"
@@ -78,12 +84,19 @@ class Examiner:
             rest = {name: x for name, x in state.items() if name != "params"}
             if several_models:
                 rest["params"] = {name: x for name, x in params.items() if name != MODEL}
+            if self._averages:
+                rest["learning"] = own
             spec = step.spec_of(MODEL) if several_models else step.spec
             how = {"eos": self._eos, "beside": held_bytes(rest)}
-            asking = several(spec, step.bound, own, requests=self._exam.requests, **how)
-            self._asking = step, asking
+            first = several(spec, step.bound, own, requests=self._exam.requests, **how)
+            # Kept without these parameters, which may be nobody else's.
+            self._asking = step, first.with_params(jax.tree.map(_shape_of, own))
         asking = self._asking[1].with_params(own)
         results = self._exam.results(asking.run(over=self._exam.over))
         return {
             metric_of(one): results[one.name].scores[one.metric].value for one in self._benchmarks
         }
+
+
+def _shape_of(x: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)

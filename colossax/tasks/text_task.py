@@ -113,7 +113,8 @@ def _with_examiner(task: Task, config: TrainConfig) -> Task:
         from colossax.evaluation import Examiner  # with all that generates
 
         tokenizer = Tokenizer.from_json(task.documents()["tokenizer"])
-        return Examiner(config.evaluation, tokenizer, config.model.decoder().max_seq)
+        sizes = {"averages": bool(config.optimizer.averages)}
+        return Examiner(config.evaluation, tokenizer, config.model.decoder().max_seq, **sizes)
 
     def examined(step: Step, state: TrainState) -> Mapping[str, float]:
         return examiner()(step, state)

@@ -160,6 +160,11 @@ def check_examined(config: "TrainConfig") -> None:
     data = config.data
     others = (data.images, data.audio, data.masking, data.spans)
     text = all(one is None for one in others) and config.objective.name != "reward"
+    if config.evaluation and config.drafter:
+        raise InputError(
+            "evaluation.tasks: a drafter learns beside a model that stays as it is; leave it out,"
+            " and examine the model by colossax eval"
+        )
     if config.evaluation and not text:
         raise InputError(
             "evaluation.tasks: the model that the run trains continues no text, which benchmarks"

@@ -78,6 +78,7 @@ LONG = [("w" * (3 * PAGE_TOKENS + 5), [" a", " bb", " ccc", " dddd"], 0)]
 
 
 @pytest.mark.catches("choices-computed-anew")
+@pytest.mark.catches("run-uncounted")
 def test_what_is_before_choices_is_computed_once():
     """Whole pages of it; the rest of a page is computed with each choice, as its tokens are."""
     result, stats = examined(items(LONG))
@@ -98,6 +99,19 @@ def test_what_is_before_choices_is_computed_once():
 def test_any_mesh_says_what_one_device_says(mesh):
     rows = items([*QUESTIONS, *LONG])
     found, one = examined(rows, bound_of(mesh)), examined(rows)
+    for a, b in zip(found[0].records, one[0].records, strict=True):
+        np.testing.assert_allclose(a["logprobs"], b["logprobs"], rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.catches("neighbours-apart")
+@pytest.mark.parametrize("data", [2, 4])
+def test_engines_share_what_one_would(data):
+    """Each gets whole questions where those are alike."""
+    rows = items([(letter + LONG[0][0], *LONG[0][1:]) for letter in "abcd"])
+    found, one = examined(rows, bound_of({"data": data})), examined(rows)
+    assert found[1].reused == one[1].reused == 4 * 3 * 3 * PAGE_TOKENS
+    assert found[1].planned == one[1].planned
     for a, b in zip(found[0].records, one[0].records, strict=True):
         np.testing.assert_allclose(a["logprobs"], b["logprobs"], rtol=1e-5, atol=1e-4)
 

@@ -59,8 +59,12 @@ def test_ceval(tmp_path):
     (tmp_path / "subject_mapping.json").write_text(json.dumps({"law": ["Law", "法学", "x"]}))
     (item,) = read_benchmark(f"ceval={tmp_path}", shots=0).items
     assert asked(item) == ask.format("法学") + text
+    (tmp_path / "subject_mapping.json").write_text(json.dumps({"law": "法学"}))
+    with pytest.raises(InputError, match="json: law: give a list of an English and a Chinese name"):
+        read_benchmark(f"ceval={tmp_path}", shots=0)
 
 
+@pytest.mark.catches("examples-that-are-asked")
 def test_gsm8k(tmp_path):
     row = {"question": "How much?", "answer": "It is <<1+1=2>>2.\n#### 1,002"}
     lines(tmp_path / "test.jsonl", [row])
@@ -70,8 +74,12 @@ def test_gsm8k(tmp_path):
     (item,) = read_benchmark(f"gsm8k={tmp_path}").items
     shots = "".join(f"Question: {i}?\nAnswer: #### {i}\n\n" for i in range(5))
     assert asked(item) == f"{shots}Question: How much?\nAnswer:"
-    assert item.answers == ("1002",) and item.ends == ("Question:",)
+    assert item.answers == ("1002",) and item.ends == ("Question:", "</s>", "<|im_end|>")
     assert item.measure("#### 1002", item.answers)["exact_match"] == 1
+    with pytest.raises(
+        InputError, match="train.jsonl: the examples come from it, so they would be"
+    ):
+        read_benchmark(f"gsm8k={tmp_path / 'train.jsonl'}")
     (item,) = read_benchmark(f"gsm8k={tmp_path / 'test.jsonl'}", shots=0).items
     assert asked(item) == "Question: How much?\nAnswer:"
 
@@ -92,20 +100,36 @@ def test_math(tmp_path):
     assert (item.answers, item.group) == (("0",), "algebra")
 
 
+@pytest.mark.catches("classes-of-none")
 def test_longbench(tmp_path):
     rows = {"context": "a {input} text", "input": "which?", "answers": ["Food", "City"]}
     lines(tmp_path / "data/trec.jsonl", [{**rows, "all_classes": ["Food", "City", "Sun"]}])
+    lines(tmp_path / "data/gov_report.jsonl", [{**rows, "all_classes": None}] * 3)
     lines(tmp_path / "data/hotpotqa_e.jsonl", [{**rows, "all_classes": None}])
     config = {"trec": "Read {context} and say {input}:", "hotpotqa": "{input} {context}"}
+    config |= {"gov_report": "{context}", "lsht": "{context}"}
     lines(tmp_path / "config/dataset2prompt.json", [config])
-    lines(tmp_path / "config/dataset2maxlen.json", [{"trec": 64, "hotpotqa": 32}])
-    other, item = read_benchmark(f"longbench={tmp_path}").items
+    lines(
+        tmp_path / "config/dataset2maxlen.json",
+        [{"trec": 64, "hotpotqa": 32, "gov_report": 9, "lsht": 9}],
+    )
+    found = read_benchmark(f"longbench={tmp_path}")
+    assert [one.group for one in found.items] == ["gov_report"] * 3 + ["trec"]
+    assert found.groups_alike
+    item = found.items[3]
+    (other,) = read_benchmark(f"longbench_e={tmp_path}").items
     assert asked(item) == "Read a {input} text and say which?:"
     assert (item.max_tokens, item.group, item.prompt.cut) == (64, "trec", "middle")
     assert item.measure("\nCity or Sun\nFood", item.answers) == {"score": 0.5}, "the first line"
     assert asked(other) == "which? a {input} text"
     assert (other.group, other.max_tokens) == ("hotpotqa_e", 32)
     assert other.measure("the food!", other.answers) == {"score": 1.0}
+    lines(tmp_path / "data/lsht.jsonl", [rows])
+    with pytest.raises(
+        InputError, match="lsht.jsonl, line 1: has the fields answers, context, inp"
+    ):
+        read_benchmark(f"longbench={tmp_path}")
+    (tmp_path / "data/lsht.jsonl").unlink()
     lines(tmp_path / "data/unknown.jsonl", [rows])
     with pytest.raises(InputError, match="unknown.jsonl: is no set of LongBench; name it as there"):
         read_benchmark(f"longbench={tmp_path}")
@@ -120,7 +144,7 @@ def test_our_own_files(tmp_path):
     rows = [GOOD, {**GOOD, "prompt": "q", "answer": 1, "group": "g"}]
     file = lines(tmp_path / "asked.jsonl", rows)
     found = read_benchmark(f"choices={file}")
-    assert [one.group for one in found.items] == ["", "g"] and found.name == "choices:asked.jsonl"
+    assert [one.group for one in found.items] == ["", "g"] and found.name == f"choices:{file}"
     (item,) = read_benchmark(f"choices={file}", shots=1).items
     assert asked(item) == "a b\n\nq" and item.where == f"{file}, line 2"
     file = lines(
@@ -132,6 +156,9 @@ def test_our_own_files(tmp_path):
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts/a.txt").write_text("a text")
     lines(tmp_path / "texts/b.jsonl", [{"text": "one"}, {"text": "two"}])
+    shown, asks = [ANSWERED, {**ANSWERED, "prompt": "q: "}, ANSWERED], "a b\n\nq: b\n\na"
+    file = lines(tmp_path / "shots.jsonl", shown)
+    assert [asked(one) for one in read_benchmark(f"answers={file}", shots=2).items] == [asks]
     found = read_benchmark(f"text={tmp_path / 'texts'}", context=3)
     assert [one.text for one in found.items] == ["a text", "one", "two"]
     assert found.items[0].context == 3

@@ -11,8 +11,11 @@ import yaml
 
 from colossax.cli import main
 from colossax.evaluation import read_benchmark
+from colossax.evaluation.measures.numbers import of_school
 
 lm_eval = pytest.importorskip("lm_eval", reason="the extra lm-eval is not installed")
+extraction = pytest.importorskip("lm_eval.filters.extraction")
+metrics = pytest.importorskip("lm_eval.api.metrics")
 harness = pytest.importorskip("lm_eval.tasks")
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -211,6 +214,37 @@ def test_gsm8k(folder):
     samples = sorted(found["samples"]["problems"], key=lambda one: one["doc_id"])
     assert [one["said"] for one in own] == [one["resps"][0][0] for one in samples]
     assert len(own) == 3 and any(own[0]["said"])
+
+
+@pytest.mark.parametrize(
+    ("said", "right"),
+    [
+        ("so it is 1,234.\n#### 1,234", "1234"),
+        ("#### 7 and then 8", "7"),
+        ("costs $18.", "18"),
+        ("18 apples", "18"),
+        ("9 of 10", "9"),
+        ("-3", "-3"),
+        ("#### 3.0", "3"),
+        ("none", "3"),
+    ],
+)
+def test_numbers_of_answers(said, right):
+    ignored = [",", r"\$", r"(?s).*#### ", r"\.$"]
+    patterns = {
+        "exact_match": {"regex_pattern": r"#### (\-?[0-9\.\,]+)"},
+        "exact_match_last": {
+            "regex_pattern": r"(-?[$0-9.,]{2,})|(-?[0-9]+)",
+            "group_select": -1,
+        },
+    }
+    for name, pattern in patterns.items():
+        ((found,),) = extraction.RegexFilter(**pattern).apply([[said]], [{}])
+        sizes = {"regexes_to_ignore": ignored, "ignore_case": True}
+        theirs = metrics.exact_match_fn(predictions=[found], references=[right], **sizes)[
+            "exact_match"
+        ]
+        assert of_school(said, [right])[name] == theirs, name
 
 
 def test_texts(folder):

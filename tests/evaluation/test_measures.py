@@ -102,6 +102,9 @@ def test_numbers_at_the_end_of_a_solution(said, marked, last):
         (r"\boxed 7", "7"),
         ("The answer is $x + 1$.", "x + 1"),
         ("Answer: 42.", "42"),
+        ("Final Answer: The final answer is $[2,5)$. I hope", "[2,5)"),
+        ("The answer is $5. Next, 6.", "5"),
+        ("the answer is 2.5 or so.\nNo", "2.5 or so"),
         (r"open \boxed{3", None),
         ("none", None),
     ],
@@ -132,6 +135,10 @@ def test_what_of_a_solution_is_its_answer(solution, answer):
         (r"\frac{1}{0}", "0", False),
         ("x+1", "1+x", False),
         ("", "0", False),
+        (r"3\text{ or }5", "35", False),
+        ("1e99999999", "5", False),
+        ("1_000", "1000", False),
+        ("9" * 60 + ".0", "9" * 60, False),
     ],
 )
 def test_formulas_that_are_the_same(one, other, same):

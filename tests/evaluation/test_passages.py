@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from colossax.errors import InputError
 from colossax.evaluation import PassageItem
 from colossax.evaluation.passages import windows
-from tests.evaluation.examined import SLOTS, examined, scored
+from tests.evaluation.examined import READER, SLOTS, examined, scored
 from tests.serve.fake import TOKENIZER
 
 
@@ -55,3 +56,15 @@ def test_of_several_texts_all_bytes_count_alike():
     np.testing.assert_allclose(
         found.value, nats / math.log(2) / sum(len(t.encode()) for t in texts)
     )
+
+
+@pytest.mark.catches("text-of-nothing")
+def test_what_has_no_window_is_refused():
+    for context in (SLOTS - 1, SLOTS + 40):
+        with pytest.raises(
+            InputError, match=f"^--context: found {context}, and a window has 127 to"
+        ):
+            PassageItem(text=TEXT, where="here", context=context).asked(READER)
+    assert PassageItem(text=TEXT, where="here", context=SLOTS - 2).asked(READER).requests
+    with pytest.raises(InputError, match="^here: holds no text; leave it out$"):
+        PassageItem(text="", where="here").asked(READER)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from colossax.evaluation import Ratio, Score
-from colossax.evaluation.scores import score_of, scores_of
+from colossax.evaluation.scores import mean_of, score_of, scores_of
 
 
 @pytest.mark.catches("error-of-the-mean")
@@ -40,3 +40,17 @@ def test_perplexities_are_powers_with_the_error_that_goes_along():
     plain = score_of([Ratio(3.0, 2.0), Ratio(1.0, 1.0)])
     assert several.stderr == plain.stderr * several.value
     assert score_of([Ratio(1e6)], exponential=True).value > 1e300, "no overflow"
+
+
+@pytest.mark.catches("groups-by-their-items")
+def test_groups_count_alike():
+    groups = [
+        scores_of([{"a": Ratio(1.0)}, {"a": Ratio(0.0)}, {"a": Ratio(0.0)}]),
+        scores_of([{"a": Ratio(1.0), "b": Ratio(1.0)}, {"a": Ratio(0.0)}]),
+    ]
+    found = mean_of(groups)
+    assert set(found) == {"a"} and found["a"].items == 5
+    np.testing.assert_allclose(found["a"].value, (1 / 3 + 1 / 2) / 2)
+    errors = [one["a"].stderr for one in groups]
+    np.testing.assert_allclose(found["a"].stderr, math.sqrt(errors[0] ** 2 + errors[1] ** 2) / 2)
+    assert mean_of([*groups, scores_of([{"a": Ratio(1.0)}])])["a"].stderr is None

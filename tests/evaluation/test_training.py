@@ -47,3 +47,10 @@ def test_what_continues_no_text_is_refused(name):
 def test_words_that_are_refused(tasks, message):
     with pytest.raises(InputError, match=message):
         Examiner(dataclasses.replace(ASKED, tasks=tasks), TOKENIZER, 512)
+
+
+def test_a_drafter_is_not_examined():
+    with pytest.raises(
+        InputError, match="^evaluation.tasks: a drafter learns beside a model that s"
+    ):
+        recipe("glide_tiny").replace(evaluation=ASKED)

@@ -33,7 +33,7 @@ def mmlu(folder: Path, shots: int) -> Iterator[ChoiceItem]:
     """The files of MMLU's archive: `test/*_test.csv`, examples from `dev/*_dev.csv`.
 
     Rows are question, four choices and a letter, without names of columns. The prompt is that of
-    the benchmark's authors, and of lm-evaluation-harness.
+    lm-evaluation-harness.
 
     Raises:
         InputError: There are no such files, or by file and line.
@@ -71,7 +71,12 @@ def _subjects(file: Path) -> dict[str, str]:
     if not file.is_file():
         return {}
     read = read_json(file, remedy="repair it, or take it away")
-    return {name: known[1] for name, known in read.items() if len(known) > 1}
+    for name, known in read.items():
+        if not isinstance(known, list) or len(known) < 2 or not isinstance(known[1], str):
+            raise InputError(
+                f"{file}: {name}: give a list of an English and a Chinese name, or take it away"
+            )
+    return {name: known[1] for name, known in read.items()}
 
 
 def _items(

@@ -14,6 +14,7 @@ from colossax.evaluation.measures import words
 
 _PLACE = re.compile(r"\{(context|input)\}")
 _OF_ONE_LINE = frozenset({"trec", "triviaqa", "samsum", "lsht"})
+_OF_CLASSES = ("trec", "lsht")
 _F1, _F1_ZH = words.best("score", words.f1), words.best("score", words.f1, words.characters)
 _ROUGE = words.best("score", words.rouge_l, words.plain)
 _ROUGE_ZH = words.best("score", words.rouge_l, words.characters)
@@ -32,7 +33,7 @@ _MEASURES: dict[str, Callable[[Sequence[str]], Measure]] = {
     "multifieldqa_zh": lambda _: _F1_ZH,
     **dict.fromkeys("gov_report qmsum multi_news samsum".split(), lambda _: _ROUGE),
     **dict.fromkeys("dureader vcsum".split(), lambda _: _ROUGE_ZH),
-    **dict.fromkeys("trec lsht".split(), lambda classes: _scored(words.classified(classes))),
+    **dict.fromkeys(_OF_CLASSES, lambda classes: _scored(words.classified(classes))),
     **dict.fromkeys(
         "passage_count passage_retrieval_en passage_retrieval_zh".split(),
         lambda _: _scored(words.numbered),
@@ -41,16 +42,20 @@ _MEASURES: dict[str, Callable[[Sequence[str]], Measure]] = {
 }
 
 
-def longbench(folder: Path, _shots: int) -> Iterator[AnswerItem]:
+def longbench(folder: Path, even: bool) -> Iterator[AnswerItem]:
     """`data/*.jsonl` with `config/dataset2prompt.json` and `dataset2maxlen.json`.
 
-    Names of the files say by what answers are scored; those of `_e` are the evenly long ones. What
-    is too long loses its middle.
+    Names of the files say by what answers are scored. What is too long loses its middle.
+
+    Args:
+        folder: That has them.
+        even: Whether the files of LongBench-E are read, whose names end in `_e`, or the others.
 
     Raises:
         InputError: A file is not there, is of no set of LongBench, or by file and line.
     """
-    files = below(folder, "*.jsonl", "LongBench's data and config", "data")
+    files = below(folder, "*_e.jsonl" if even else "*.jsonl", "LongBench's data", "data")
+    files = [one for one in files if one.stem.endswith("_e") == even]
     prompts, most = (_config(folder, f"dataset2{one}.json") for one in ("prompt", "maxlen"))
     for file in files:
         name = file.stem
@@ -74,8 +79,8 @@ def _item(row: Mapping[str, Any], where: str, name: str, asks: str, limit: int) 
     row, known = dict(row), name.removesuffix("_e")
     given = {one: field(row, one, str, where) for one in ("context", "input")}
     right = texts(field(row, "answers", list, where), "answers", where)
-    classes = row.get("all_classes") or []
-    measure = _MEASURES[known](texts(classes, "all_classes", where) if classes else ())
+    named = field(row, "all_classes", list, where) if known in _OF_CLASSES else []
+    measure = _MEASURES[known](texts(named, "all_classes", where) if named else ())
     # All at once, as a text may hold what looks like a place itself.
     text = _PLACE.sub(lambda place: given[place[1]], asks)
     return AnswerItem(

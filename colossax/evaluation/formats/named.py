@@ -25,7 +25,8 @@ class Format:
         metric: See `Benchmark`.
         shots: Examples where nobody says how many; None: it has none.
         what: The path is, for people; None: there is none.
-        own: Whether there may be several of the kind, which the names of their files tell apart.
+        groups_alike: See `Benchmark`.
+        own: Whether there may be several of the kind, which their paths tell apart.
     """
 
     read: Callable[[Path, int], Iterator[Item]]
@@ -33,6 +34,7 @@ class Format:
     shots: int | None = 0
     what: str | None = None
     own: bool = False
+    groups_alike: bool = False
 
 
 def formats(context: int = 1) -> dict[str, Format]:
@@ -52,7 +54,18 @@ def formats(context: int = 1) -> dict[str, Format]:
             read=mathematics, metric="exact_match", shots=4, what="its folder, test and train"
         ),
         "longbench": Format(
-            read=longbench, metric="score", shots=None, what="its folder, data and config"
+            read=lambda path, _: longbench(path, even=False),
+            metric="score",
+            shots=None,
+            what="its folder, data and config",
+            groups_alike=True,
+        ),
+        "longbench_e": Format(
+            read=lambda path, _: longbench(path, even=True),
+            metric="score",
+            shots=None,
+            what="LongBench's folder, data and config",
+            groups_alike=True,
         ),
         "choices": Format(
             read=choices, metric="accuracy", what="JSONL of prompt, choices and answer", own=True
@@ -102,8 +115,8 @@ def read_benchmark(
     items = tuple(_limited(form.read(path, _shots(form, shots)), limit))
     if not items:
         raise InputError(f"{option}: {word} holds no questions; give more than the examples")
-    name = f"{name}:{path.name}" if form.own else name
-    return Benchmark(name=name, items=items, metric=form.metric)
+    name = f"{name}:{place}" if form.own else name
+    return Benchmark(name=name, items=items, metric=form.metric, groups_alike=form.groups_alike)
 
 
 def _shots(form: Format, asked: int | None) -> int:

@@ -67,7 +67,8 @@ def answers(file: Path, shots: int) -> Iterator[AnswerItem]:
         if not all(isinstance(one, str) and one for one in until):
             raise InputError(f"{where}: until: give texts, none of them empty")
         if len(before) < shots:
-            before.append(f"{prompt}{right[0]}\n\n")
+            blank = "" if prompt[-1:].isspace() else " "
+            before.append(f"{prompt}{blank}{right[0]}\n\n")
             continue
         yield AnswerItem(
             prompt=Prompt(text=prompt, shots=tuple(before), cut=None),

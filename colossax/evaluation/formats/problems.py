@@ -16,6 +16,8 @@ from colossax.evaluation.measures.numbers import (
     of_school,
 )
 
+_TRAINED = "train.jsonl"
+
 SCHOOL_TOKENS, MATHEMATICS_TOKENS = 256, 512
 """Of a solution at most."""
 
@@ -29,9 +31,13 @@ def gsm8k(path: Path, shots: int) -> Iterator[AnswerItem]:
         InputError: By file and line.
     """
     file = below(path, "test.jsonl", "GSM8K's test.jsonl")[0] if path.is_dir() else path
+    if shots and file.name == _TRAINED:
+        raise InputError(
+            f"{file}: the examples come from it, so they would be asked too; give --shots 0"
+        )
     before = tuple(
         f"{_asked(row, where)} {field(row, 'answer', str, where)}\n\n"
-        for where, row in _first(file.parent / "train.jsonl", shots)
+        for where, row in _first(file.parent / _TRAINED, shots)
     )
     for where, row in lines_of(file, "problems"):
         right = marked_number(field(row, "answer", str, where))
@@ -42,7 +48,7 @@ def gsm8k(path: Path, shots: int) -> Iterator[AnswerItem]:
             answers=(right,),
             measure=of_school,
             max_tokens=SCHOOL_TOKENS,
-            ends=("Question:",),
+            ends=("Question:", "</s>", "<|im_end|>"),
             where=where,
         )
 

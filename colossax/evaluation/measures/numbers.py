@@ -7,12 +7,16 @@ from fractions import Fraction
 _MARKED = re.compile(r"#### (-?[0-9.,]+)")
 _ANY = re.compile(r"-?[$0-9.,]{2,}|-?[0-9]+")
 _BOXED = re.compile(r"\\(?:boxed|fbox)\s*(\{|[^{\s])")
-_FINAL = re.compile(r"(?:answer is|answer:)\s*\$?([^$\n]*)", re.IGNORECASE)
+_FINAL = (re.compile(r"answer is:?\s*", re.IGNORECASE), re.compile(r"answer:\s*", re.IGNORECASE))
+_SENTENCE = re.compile(r"\.(?=\s|$)|\n")
 _COMMAND = re.compile(r"\\(left|right|!|,|;|:|quad|qquad|displaystyle)(?![a-zA-Z])|\\[ $%]|[$%]")
 _UNITS = re.compile(r"\\(?:text|mbox|mathrm)\s*\{([^{}]*)\}")
 _SHORT_FRACTION = re.compile(r"\\frac\s*([0-9a-zA-Z])\s*([0-9a-zA-Z])")
 _SHORT_ROOT = re.compile(r"\\sqrt\s*([0-9a-zA-Z])")
-_FRACTION = re.compile(r"(-?)\\frac\{(-?[0-9]+)\}\{(-?[0-9]+)\}|(-?[0-9]+)/(-?[0-9]+)")
+_DECIMAL = re.compile(r"-?(?:[0-9]{1,40}(?:\.[0-9]{0,40})?|\.[0-9]{1,40})")
+_FRACTION = re.compile(
+    r"(-?)\\frac\{(-?[0-9]{1,40})\}\{(-?[0-9]{1,40})\}|(-?[0-9]{1,40})/(-?[0-9]{1,40})"
+)
 _THOUSANDS = re.compile(r"(?<=[0-9]),(?=[0-9]{3}(?:[^0-9]|$))")
 
 
@@ -53,8 +57,15 @@ def final_formula(text: str) -> str | None:
     if boxes:
         last = boxes[-1]
         return _braced(text, last.end()) if last[1] == "{" else last[1]
-    said = _FINAL.findall(text)
-    return said[-1].strip().rstrip(".") if said else None
+    found = next((found for one in _FINAL if (found := list(one.finditer(text)))), [])
+    return _sentence(text[found[-1].end() :]) if found else None
+
+
+def _sentence(text: str) -> str:
+    """What it begins with: a formula between dollars, else all up to the end of the sentence."""
+    if text.startswith("$") and "$" in text[1:]:
+        return text[1:].partition("$")[0].strip()
+    return _SENTENCE.split(text, maxsplit=1)[0].lstrip("$").strip()
 
 
 def _braced(text: str, begin: int) -> str | None:
@@ -80,7 +91,9 @@ def _spelt(formula: str) -> str:
     """Without what changes nothing: blanks, sizes of brackets, units, signs of money."""
     text = _COMMAND.sub("", formula.strip().rstrip("."))
     text = text.replace("tfrac", "frac").replace("dfrac", "frac")
-    text = _UNITS.sub(lambda unit: "" if unit.start() else unit[1], text)
+    text = _UNITS.sub(
+        lambda unit: "" if 0 < unit.start() and unit.end() == len(unit.string) else unit[1], text
+    )
     text = re.sub(r"\^\{?\\circ\}?", "", text)
     text = _SHORT_FRACTION.sub(r"\\frac{\1}{\2}", text)
     text = _SHORT_ROOT.sub(r"\\sqrt{\1}", text)
@@ -94,7 +107,7 @@ def _value(text: str) -> Fraction | None:
     found = _FRACTION.fullmatch(text)
     try:
         if found is None:
-            return Fraction(text)
+            return Fraction(text) if _DECIMAL.fullmatch(text) else None
         sign, over, under, plain_over, plain_under = found.groups()
         value = Fraction(int(over or plain_over), int(under or plain_under))
     except (ValueError, ZeroDivisionError):

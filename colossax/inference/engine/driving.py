@@ -22,7 +22,7 @@ class Serves(Protocol):
         """See `Engine`."""
         ...
 
-    def add(self, request: EngineRequest) -> int:
+    def add_all(self, requests: Sequence[EngineRequest]) -> list[int]:
         """See `Engine`."""
         ...
 
@@ -35,7 +35,7 @@ def to_their_ends(
     engine: Serves, requests: Sequence[EngineRequest], over: Over | None = None
 ) -> list[list[Emitted]]:
     """Of each request what was emitted, in order; those that are `over` have ended then."""
-    order = {engine.add(request): i for i, request in enumerate(requests)}
+    order = {number: i for i, number in enumerate(engine.add_all(requests))}
     found: list[list[Emitted]] = [[] for _ in requests]
     while engine.busy:
         for one in engine.step():
@@ -45,3 +45,19 @@ def to_their_ends(
             if over is not None and one.ended is None and over(at, one.token):
                 engine.cancel(one.request)
     return found
+
+
+def dealt(requests: Sequence[EngineRequest], count: int) -> list[int]:
+    """Which of so many engines each request goes to: neighbours, whose prompts are often alike, to
+    one of them, and to each about as many tokens.
+
+    Args:
+        requests: One or more.
+        count: Of the engines.
+    """
+    sizes = [len(one.prompt) + one.max_tokens for one in requests]
+    share, before, places = sum(sizes) / count, 0, []
+    for size in sizes:
+        places.append(min(count - 1, int((before + size / 2) / share)))
+        before += size
+    return places

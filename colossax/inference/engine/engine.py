@@ -260,6 +260,10 @@ class Engine:
         """What a request that `check` lets pass would find before it; see `Scheduler.ahead`."""
         return self._scheduler.ahead(request)
 
+    def add_all(self, requests: Sequence[EngineRequest]) -> list[int]:
+        """Let requests that are all known wait for seats; their numbers."""
+        return [self.add(request) for request in requests]
+
     def cancel(self, number: int) -> None:
         """End a request; one that has ended, or is none, is left alone."""
         self._scheduler.cancel(number)

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from colossax.config import BoundPlan
-from colossax.inference.engine.driving import Over, to_their_ends
+from colossax.inference.engine.driving import Over, dealt, to_their_ends
 from colossax.inference.engine.engine import Engine
 from colossax.inference.engine.program import Sizes
 from colossax.inference.engine.values import Constraint, EngineStats
@@ -84,6 +84,14 @@ class Replicas:
         self.engines[0].check(request, constraint)
         ahead = [engine.ahead(request) for engine in self.engines]
         at = min(range(len(ahead)), key=ahead.__getitem__)
+        return self._add(at, request, constraint)
+
+    def add_all(self, requests: Sequence[EngineRequest]) -> list[int]:
+        """As of `Engine`; what is before whom is not asked, but neighbours go to one engine."""
+        places = dealt(requests, len(self.engines))
+        return [self._add(at, one) for at, one in zip(places, requests, strict=True)]
+
+    def _add(self, at: int, request: EngineRequest, constraint: Constraint | None = None) -> int:
         own = self.engines[at].add(request, constraint)
         number = next(self._numbers)
         self._places[number], self._names[at][own] = (at, own), number
