@@ -242,6 +242,7 @@ def here():
         yield found
 
 
+@pytest.mark.catches("member-of-any-kind")
 @pytest.mark.catches("unknown-field-passed-over")
 @pytest.mark.catches("tools-passed-over")
 @pytest.mark.catches("bias-unbounded")

@@ -131,7 +131,6 @@ def check_body(here, path, body):
     assert status == 200 or len(here.engine.asked) == asked
 
 
-@pytest.mark.catches("member-of-any-kind")
 @hypothesis.settings(
     max_examples=300, suppress_health_check=list(hypothesis.HealthCheck), deadline=None
 )
