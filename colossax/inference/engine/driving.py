@@ -22,21 +22,18 @@ class Serves(Protocol):
         """See `Engine`."""
         ...
 
-    def add_all(self, requests: Sequence[EngineRequest]) -> list[int]:
-        """See `Engine`."""
-        ...
-
     def step(self) -> list[Emitted]:
         """See `Engine`."""
         ...
 
 
 def to_their_ends(
-    engine: Serves, requests: Sequence[EngineRequest], over: Over | None = None
+    engine: Serves, numbers: Sequence[int], over: Over | None = None
 ) -> list[list[Emitted]]:
-    """Of each request what was emitted, in order; those that are `over` have ended then."""
-    order = {number: i for i, number in enumerate(engine.add_all(requests))}
-    found: list[list[Emitted]] = [[] for _ in requests]
+    """Of each request what was emitted, in the order of their numbers; those that are `over` have
+    ended then."""
+    order = {number: i for i, number in enumerate(numbers)}
+    found: list[list[Emitted]] = [[] for _ in numbers]
     while engine.busy:
         for one in engine.step():
             if (at := order.get(one.request)) is None:

@@ -260,10 +260,6 @@ class Engine:
         """What a request that `check` lets pass would find before it; see `Scheduler.ahead`."""
         return self._scheduler.ahead(request)
 
-    def add_all(self, requests: Sequence[EngineRequest]) -> list[int]:
-        """Let requests that are all known wait for seats; their numbers."""
-        return [self.add(request) for request in requests]
-
     def cancel(self, number: int) -> None:
         """End a request; one that has ended, or is none, is left alone."""
         self._scheduler.cancel(number)
@@ -306,7 +302,7 @@ class Engine:
         self, requests: Sequence[EngineRequest], over: Over | None = None
     ) -> list[list[Emitted]]:
         """All requests to their ends, or to where they are `over`: of each what was emitted."""
-        return to_their_ends(self, requests, over)
+        return to_their_ends(self, [self.add(one) for one in requests], over)
 
     def _send(self) -> bool:
         """Begin the next step; whether there was one."""

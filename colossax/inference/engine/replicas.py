@@ -86,11 +86,6 @@ class Replicas:
         at = min(range(len(ahead)), key=ahead.__getitem__)
         return self._add(at, request, constraint)
 
-    def add_all(self, requests: Sequence[EngineRequest]) -> list[int]:
-        """As of `Engine`; what is before whom is not asked, but neighbours go to one engine."""
-        places = dealt(requests, len(self.engines))
-        return [self._add(at, one) for at, one in zip(places, requests, strict=True)]
-
     def _add(self, at: int, request: EngineRequest, constraint: Constraint | None = None) -> int:
         own = self.engines[at].add(request, constraint)
         number = next(self._numbers)
@@ -124,8 +119,10 @@ class Replicas:
     def generate_all(
         self, requests: Sequence[EngineRequest], over: Over | None = None
     ) -> list[list[Emitted]]:
-        """As of `Engine`."""
-        return to_their_ends(self, requests, over)
+        """As of `Engine`; what is before whom is not asked, but neighbours go to one engine."""
+        places = dealt(requests, len(self.engines))
+        numbers = [self._add(at, one) for at, one in zip(places, requests, strict=True)]
+        return to_their_ends(self, numbers, over)
 
     def _named(self, at: int, one: Emitted) -> Emitted:
         """By the number that all share."""
