@@ -222,13 +222,14 @@ def _examined(args: argparse.Namespace, folder: str, stored: Any, plan: Plan, ex
     given = loaded.spec, loaded.bound, loaded.params
     run = several(*given, requests=exam.requests, eos=loaded.eos)
     results = exam.results(run.run(over=exam.over))
-    counted = None if run.stats is None else run.stats.scheduler
+    assert run.stats is not None  # there are no stages
+    counted = run.stats.scheduler
     return Evaluated(
         checkpoint=folder,
         step=stored.step,
         results=results,
-        computed=0 if counted is None else counted.planned,
-        shared=0 if counted is None else counted.reused,
+        computed=counted.planned,
+        shared=counted.reused,
     )
 
 

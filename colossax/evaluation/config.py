@@ -1,8 +1,9 @@
 """What a run's model is examined by, as a part of its configuration."""
 
 import dataclasses
+from typing import Any
 
-from colossax.config import Count, MeshAxis, Natural, Plan, check_types
+from colossax.config import Count, MeshAxis, Natural, check_types
 from colossax.errors import InputError
 
 
@@ -26,13 +27,30 @@ class EvaluationConfig:
     def __bool__(self):
         return bool(self.tasks)
 
-    def check(self, plan: Plan) -> None:
-        """Refuse a plan under which no prompt is scored.
+    def check(self, run: Any) -> None:
+        """Refuse a run whose model cannot be asked.
+
+        Args:
+            run: A `TrainConfig`.
 
         Raises:
-            InputError: It has stages.
+            InputError: It continues no text, a drafter learns in its place, or it has stages.
         """
-        if self and plan.mesh.get(MeshAxis.STAGE, 1) > 1:
+        if not self:
+            return
+        data = run.data
+        others = (data.images, data.audio, data.masking, data.spans)
+        if any(one is not None for one in others) or run.objective.name == "reward":
+            raise InputError(
+                "evaluation.tasks: the model that the run trains continues no text, which"
+                " benchmarks ask for; leave it out"
+            )
+        if run.drafter:
+            raise InputError(
+                "evaluation.tasks: a drafter learns beside a model that stays as it is; leave it"
+                " out, and examine the model by colossax eval"
+            )
+        if run.plan.mesh.get(MeshAxis.STAGE, 1) > 1:
             raise InputError(
                 "evaluation.tasks: with stages no prompt is scored; leave it out and examine the"
                 " checkpoints by colossax eval, or give the devices of 'stage' to 'tensor' or"

@@ -13,11 +13,9 @@ from colossax.evaluation.config import EvaluationConfig
 from colossax.evaluation.formats.named import read_benchmark
 from colossax.evaluation.reading import Reader
 from colossax.offload import held_bytes
+from colossax.step.saving.records import MODEL
 from colossax.step.step import Step
 from colossax.typing import TrainState
-
-MODEL = "model"
-"""Which of several models of a run is examined."""
 
 
 def benchmarks_of(config: EvaluationConfig) -> list[Benchmark]:

@@ -37,7 +37,7 @@ from colossax.tasks.posttraining.config import (
 )
 from colossax.tasks.posttraining.reward_model import learning_model
 from colossax.tasks.sound.sets import check_sound, check_sound_name
-from colossax.tasks.told import MaskConfig, SpanConfig, check_examined, check_told
+from colossax.tasks.told import MaskConfig, SpanConfig, check_told
 
 PACKINGS = ("packed", "whole")
 SCHEDULES = (
@@ -318,7 +318,7 @@ class TrainConfig(RunLength):
         check_drafter(self)
         object.__setattr__(self, "model", learning_model(self))
         check_objective(self)
-        check_examined(self)
+        self.evaluation.check(self)
         if self.data.audio is not None or self.data.images is not None:
             (check_images if self.data.audio is None else check_sound)(self)
             return self._check_averages()

@@ -149,25 +149,3 @@ def check_told(config: "TrainConfig") -> None:
             "sample.prompt: the model's attention is not causal, so it continues no text; leave"
             " the prompt empty"
         )
-
-
-def check_examined(config: "TrainConfig") -> None:
-    """Refuse benchmarks of a model that continues no text.
-
-    Raises:
-        InputError: That, or stages, under which no prompt is scored.
-    """
-    data = config.data
-    others = (data.images, data.audio, data.masking, data.spans)
-    text = all(one is None for one in others) and config.objective.name != "reward"
-    if config.evaluation and config.drafter:
-        raise InputError(
-            "evaluation.tasks: a drafter learns beside a model that stays as it is; leave it out,"
-            " and examine the model by colossax eval"
-        )
-    if config.evaluation and not text:
-        raise InputError(
-            "evaluation.tasks: the model that the run trains continues no text, which benchmarks"
-            " ask for; leave it out"
-        )
-    config.evaluation.check(config.plan)

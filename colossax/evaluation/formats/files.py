@@ -2,7 +2,8 @@
 
 import csv
 import io
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,21 @@ def texts(values: list[Any], name: str, where: str, least: int = 1) -> tuple[str
     for one in values:
         check_text(one, f"{where}: {name}")
     return tuple(values)
+
+
+def examples(found: Iterable[str], count: int, where: Path) -> tuple[str, ...]:
+    """The first so many; of none, nothing is read.
+
+    Raises:
+        InputError: There are fewer.
+    """
+    some = tuple(itertools.islice(found, count)) if count else ()
+    if len(some) < count:
+        raise InputError(
+            f"{where}: has {len(some)} examples, and {count} are asked for; give --shots"
+            f" {len(some)}"
+        )
+    return some
 
 
 def below(folder: Path, pattern: str, what: str, *inside: str) -> list[Path]:

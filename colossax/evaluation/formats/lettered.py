@@ -8,11 +8,13 @@ from colossax.config import check_text
 from colossax.documents import read_json
 from colossax.errors import InputError
 from colossax.evaluation.choosing import ChoiceItem
-from colossax.evaluation.formats.files import below, rows_of
+from colossax.evaluation.formats.files import below, examples, rows_of
 from colossax.evaluation.items import Prompt
 
 LETTERS = ("A", "B", "C", "D")
 COLUMNS = ("question", *LETTERS, "answer")
+
+_ENGLISH, _CHINESE = "Answer:", "答案："  # noqa: RUF001 (its colon is Chinese)
 
 
 class _Row(NamedTuple):
@@ -42,8 +44,8 @@ def mmlu(folder: Path, shots: int) -> Iterator[ChoiceItem]:
         subject = file.name.removesuffix("_test.csv")
         about = subject.replace("_", " ")
         head = f"The following are multiple choice questions (with answers) about {about}.\n\n"
-        rows, before = _rows(file, "Answer:"), file.parent.parent / "dev" / f"{subject}_dev.csv"
-        yield from _items(rows, head, subject, _shots(before, shots, "Answer:"))
+        rows, before = _rows(file, _ENGLISH), file.parent.parent / "dev" / f"{subject}_dev.csv"
+        yield from _items(rows, head, subject, _shots(before, shots, _ENGLISH))
 
 
 def ceval(folder: Path, shots: int) -> Iterator[ChoiceItem]:
@@ -60,11 +62,10 @@ def ceval(folder: Path, shots: int) -> Iterator[ChoiceItem]:
     for file in files:
         subject = file.name.removesuffix("_val.csv")
         about = names.get(subject, subject.replace("_", " "))
-        head = f"以下是中国关于{about}的单项选择题，请选出其中的正确答案。\n\n"  # noqa: RUF001
+        head = f"以下是中国关于{about}的单项选择题，请选出其中的正确答案。\n\n"  # noqa: RUF001 (likewise)
         before = file.parent.parent / "dev" / f"{subject}_dev.csv"
-        rows = _rows(file, "答案：", named=True)  # noqa: RUF001
-        examples = _shots(before, shots, "答案：", named=True)  # noqa: RUF001
-        yield from _items(rows, head, subject, examples)
+        rows = _rows(file, _CHINESE, named=True)
+        yield from _items(rows, head, subject, _shots(before, shots, _CHINESE, named=True))
 
 
 def _subjects(file: Path) -> dict[str, str]:
@@ -93,15 +94,8 @@ def _items(
 
 
 def _shots(file: Path, shots: int, asks: str, *, named: bool = False) -> tuple[str, ...]:
-    if not shots:
-        return ()
-    found = tuple(f"{row.text} {row.answer}\n\n" for row in _rows(file, asks, named=named))
-    if len(found) < shots:
-        raise InputError(
-            f"{file}: has {len(found)} examples, and {shots} are asked for; give --shots"
-            f" {len(found)}"
-        )
-    return found[:shots]
+    rows = _rows(file, asks, named=named)
+    return examples((f"{row.text} {row.answer}\n\n" for row in rows), shots, file)
 
 
 def _rows(file: Path, asks: str, *, named: bool = False) -> Iterator[_Row]:

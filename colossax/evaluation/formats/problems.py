@@ -7,7 +7,7 @@ from typing import Any
 from colossax.documents import read_json
 from colossax.errors import InputError
 from colossax.evaluation.answering import AnswerItem
-from colossax.evaluation.formats.files import below, field, lines_of
+from colossax.evaluation.formats.files import below, examples, field, lines_of
 from colossax.evaluation.items import Prompt
 from colossax.evaluation.measures.numbers import (
     final_formula,
@@ -35,10 +35,12 @@ def gsm8k(path: Path, shots: int) -> Iterator[AnswerItem]:
         raise InputError(
             f"{file}: the examples come from it, so they would be asked too; give --shots 0"
         )
-    before = tuple(
+    trained = file.parent / _TRAINED
+    solved = (
         f"{_asked(row, where)} {field(row, 'answer', str, where)}\n\n"
-        for where, row in _first(file.parent / _TRAINED, shots)
+        for where, row in lines_of(trained, "problems")
     )
+    before = examples(solved, shots, trained)
     for where, row in lines_of(file, "problems"):
         right = marked_number(field(row, "answer", str, where))
         if right is None:
@@ -57,17 +59,6 @@ def _asked(row: dict[str, Any], where: str) -> str:
     return f"Question: {field(row, 'question', str, where)}\nAnswer:"
 
 
-def _first(file: Path, count: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """So many lines of a file; of none it need not be there."""
-    rows = lines_of(file, "problems") if count else iter(())
-    for number in range(count):
-        if (one := next(rows, None)) is None:
-            raise InputError(
-                f"{file}: has {number} examples, and {count} are asked for; give --shots {number}"
-            )
-        yield one
-
-
 def mathematics(folder: Path, shots: int) -> Iterator[AnswerItem]:
     """MATH's `test/<subject>/*.json`: each `problem` and `solution`, whose answer is boxed.
 
@@ -77,16 +68,11 @@ def mathematics(folder: Path, shots: int) -> Iterator[AnswerItem]:
         InputError: There are no such files, or by file.
     """
     files = below(folder, "*/*.json", "MATH's test folders", "test")
-    trained = sorted((folder / "train").glob("*/*.json"))
-    if len(trained) < shots:
-        raise InputError(
-            f"{folder}: train has {len(trained)} problems, and {shots} are asked for; give --shots"
-            f" {len(trained)}"
-        )
-    read = [(str(file), _problem(file)) for file in _spread(trained)[:shots]]
-    before = tuple(
-        f"{_posed(row, where)} {field(row, 'solution', str, where)}\n\n" for where, row in read
+    trained = folder / "train"
+    solved = (
+        _solved(str(file), _problem(file)) for file in _spread(sorted(trained.glob("*/*.json")))
     )
+    before = examples(solved, shots, trained)
     for file in files:
         where, row = str(file), _problem(file)
         right = final_formula(field(row, "solution", str, where))
@@ -105,6 +91,10 @@ def mathematics(folder: Path, shots: int) -> Iterator[AnswerItem]:
 
 def _problem(file: Path) -> dict[str, Any]:
     return read_json(file, remedy="give a problem and its solution as JSON")
+
+
+def _solved(where: str, row: dict[str, Any]) -> str:
+    return f"{_posed(row, where)} {field(row, 'solution', str, where)}\n\n"
 
 
 def _posed(row: dict[str, Any], where: str) -> str:
