@@ -148,7 +148,7 @@ NAMES = {
         "initial_adapter initial_model train_config_from_json ObjectiveConfig dpo_loss ipo_loss "
         "kto_loss kto_options orpo_loss reference_options simpo_loss PolicyConfig "
         "Answer RewardWorkers Rewarded clipped_value_loss gae "
-        "group_advantages kl_estimate policy_loss whitened "
+        "group_advantages kl_estimate policy_loss policy_options whitened "
         "actor_critic_loss critic_options soft_target_loss soft_target_options started_from"
     ),
     "colossax.run": (

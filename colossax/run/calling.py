@@ -11,7 +11,7 @@ from colossax.checkpoint import ArraySlot, slot_of
 from colossax.errors import InputError
 from colossax.run.checkpointing import RunCheckpoints
 from colossax.run.hyperparameters import with_hyperparameter
-from colossax.step.saving.records import MODEL
+from colossax.step.saving.records import MODEL, plain_slots
 from colossax.step.step import Step
 from colossax.tasks import TAKEN, Callback
 from colossax.typing import Metrics, TrainState
@@ -222,14 +222,18 @@ class Callbacks:
                 self.ended = {"by": name, "why": now.ended}
         return state, evaluated
 
-    def _arrays(self, name: str, callback: Callback) -> list[tuple[ArraySlot, jax.Array]]:
+    def _arrays(self, name: str, callback: Callback) -> list[tuple[ArraySlot, Any]]:
         if callback.arrays is None:
             return []
-        slots = jax.tree.map(
-            lambda info, leaf: slot_of(
-                info, f"{info.model or MODEL}/callback_{name}", dtype=np.dtype(leaf.dtype)
-            ),
-            self._step.spec.infos,
-            callback.arrays,
-        )
+        kind, infos = f"callback_{name}", self._step.spec.infos
+        if jax.tree.structure(callback.arrays) != jax.tree.structure(infos):
+            slots = plain_slots(callback.arrays, f"{MODEL}/{kind}")
+        else:
+            slots = jax.tree.map(
+                lambda info, leaf: slot_of(
+                    info, f"{info.model or MODEL}/{kind}", dtype=np.dtype(leaf.dtype)
+                ),
+                infos,
+                callback.arrays,
+            )
         return list(zip(jax.tree.leaves(slots), jax.tree.leaves(callback.arrays), strict=True))

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from colossax.errors import InputError
-from colossax.sharding import RowOrder
+from colossax.sharding import NATURAL, RowOrder
 from colossax.typing import SOURCE, SOURCE_SEGMENTS, Batch, Dims
 
 _SEGMENTS = {"tokens": "segments", SOURCE: SOURCE_SEGMENTS}
@@ -98,6 +98,18 @@ def arranged(batch: Batch, dims: Mapping[str, Dims], order: RowOrder) -> Arrange
     return Arranged({n: _arranged(n, x, dims[n], order) for n, x in batch.items()}, order)
 
 
+def in_natural_order(batch: Batch, dims: Mapping[str, Dims], order: RowOrder) -> dict[str, Any]:
+    """What `arranged` did, undone: tokens as they stand in a row, without its padding."""
+
+    def natural(x: Any, at: int | None) -> Any:
+        if at is None or order == NATURAL:
+            return x
+        places = np.argsort(order.indices(x.shape[at]))
+        return jnp.take(x, places[: len(places) - order.padding], axis=at)
+
+    return {name: natural(x, _seq_dim(dims[name])) for name, x in batch.items()}
+
+
 def filled_up(batch: Batch, dims: Mapping[str, Dims], order_of: OrderOf) -> Batch:
     """Rows of texts of several lengths, each filled up at its end, in their own order.
 
@@ -143,7 +155,7 @@ def _marked(
 
 def _arranged(name: str, x: Any, dims: Dims, order: RowOrder) -> Any:
     at = _seq_dim(dims)
-    if at is None or order == RowOrder():
+    if at is None or order == NATURAL:
         return x
     library = jnp if isinstance(x, jax.Array) else np
     if order.padding:

@@ -30,7 +30,7 @@ from colossax.step.offloaded.cpu_update import CpuUpdate
 from colossax.step.offloaded.disk import DiskTier
 from colossax.step.offloaded.streaming import Streaming
 from colossax.step.options import StepOptions
-from colossax.step.prepare import preparation
+from colossax.step.prepare import Preparation, preparation
 from colossax.step.saving.own import OwnSaves, Saving
 from colossax.step.saving.records import StateRecords
 from colossax.step.stages import check_stages
@@ -132,6 +132,7 @@ class Step:
         )
         self.followers = followers_of(self, compiler)
         self.evaluation = Evaluation(self, compiler)
+        self._preparation = Preparation(self, compiler)
 
     def __repr__(self) -> str:
         return explain(self.bound, self.spec.infos)
@@ -195,6 +196,19 @@ class Step:
         """
         check_state(state, self.abstract, ("params", "variables"))
         return self.evaluation(state, batch)
+
+    def prepare(self, state: TrainState, batch: Batch) -> dict[str, jax.Array]:
+        """What `prepare` adds to a batch by this state, to take several steps of it: for a
+        `prepare` that leaves alone what is there, as those of `colossax.tasks` do.
+
+        Returns:
+            Of each array the whole on every device, tokens in natural order.
+
+        Raises:
+            InputError: See `__call__`; or the step has no `prepare`.
+        """
+        check_state(state, self.abstract, ("params", "variables"))
+        return self._preparation(state, batch)
 
     def model(self, state: TrainState) -> Any:
         """The NNX model, or the `Models`, holding the state's parameters (the same arrays)."""

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from .posttraining.policy_gradient.loss import clipped_value_loss as clipped_value_loss
     from .posttraining.policy_gradient.loss import kl_estimate as kl_estimate
     from .posttraining.policy_gradient.loss import policy_loss as policy_loss
+    from .posttraining.policy_gradient.loss import policy_options as policy_options
     from .posttraining.reference import reference_options as reference_options
     from .posttraining.rewards.answer import Answer as Answer
     from .posttraining.rewards.pool import Rewarded as Rewarded

@@ -61,7 +61,9 @@ class Callback:
             Where a run ends before its last step, as its batches or a callback do, its state is
             evaluated after the step's call: with that comes a second call of the same `done`.
             What it reads of `metrics` makes the device wait for Python.
-        arrays: A tree like the parameters that checkpoints keep for it, or None.
+        arrays: What checkpoints keep for it, or None: a tree like the parameters, or arrays by
+            name, of any shapes and places. A run that goes on puts them there after `resume`, each
+            in the place of the one that is there then, which may be a `jax.ShapeDtypeStruct`.
     """
 
     every: int = 0

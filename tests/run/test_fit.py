@@ -21,6 +21,7 @@ from colossax.run import AverageEvaluation, BestCheckpoint, Callback, EarlyStopp
 from colossax.run.own_step import check_fit
 from colossax.run.plot import metrics_of
 from colossax.run.records import read_records
+from colossax.sharding import replicated
 from tests.run.test_task import PLAN, TwoLayers, r2, rows, squares
 
 STEPS = 6
@@ -410,6 +411,7 @@ def test_a_callback_has_a_folder_of_its_own(tmp_path, folder):
 
 
 @pytest.mark.catches("average-of-nothing")
+@pytest.mark.catches("logged-and-not-known")
 def test_the_average_is_evaluated_beside_the_state_and_survives_a_resumption(tmp_path):
     def mean_of_params(step, state):
         return {"mean": float(np.mean(state["params"]["out"]))}
@@ -427,6 +429,44 @@ def test_the_average_is_evaluated_beside_the_state_and_survives_a_resumption(tmp
         callbacks = [AverageEvaluation(0.8), BestCheckpoint("average_mean")]
         fitted(tmp_path / "two", steps=steps, callbacks=callbacks, resume="auto", **evaluators)
     assert evaluations(tmp_path / "two", "average_mean") == averages
+
+
+@pytest.mark.catches("arrays-by-name-are-lost")
+@pytest.mark.catches("arrays-of-callbacks-of-one-name")
+def test_arrays_of_any_shape_are_kept_for_a_callback(tmp_path):
+    """As it has them when a checkpoint is written, also where it has none."""
+
+    class Last(Callback):
+        every = 1
+
+        def __init__(self, first):
+            self.first = first
+
+        def start(self, step, state):
+            self.arrays, self.where = None, replicated(step.bound)
+
+        def __call__(self, now):
+            seen.append(None if self.arrays is None else np.asarray(self.arrays["last"]).tolist())
+            rows = self.first + np.arange(now.done, dtype=np.float32)
+            odd = now.done % 2
+            self.arrays = {"last": jax.device_put(rows, self.where)} if odd else None
+
+        def saved(self):
+            return self.arrays and self.arrays["last"].size
+
+        def resume(self, saved):
+            if saved is not None:
+                shape = jax.ShapeDtypeStruct((saved,), np.float32, sharding=self.where)
+                self.arrays = {"last": shape}
+
+    seen, found = [], []
+    for name, ends in (("whole", (STEPS,)), ("parts", (2, 3, STEPS))):
+        for steps in ends:
+            fitted(tmp_path / name, steps=steps, callbacks=[Last(0), Last(9)], resume="auto")
+        found.append(list(seen))
+        seen.clear()
+    assert found[0] == found[1]
+    assert found[0][:4] == [None, None, [0.0], [9.0]]
 
 
 @pytest.mark.catches("last-evaluation-alone")
@@ -479,6 +519,7 @@ def test_functions_go_by_their_names_and_there_is_nothing_to_keep_of_them(tmp_pa
     assert "begins anew" not in capsys.readouterr().err
 
 
+@pytest.mark.catches("what-a-checkpoint-lacks-ends-a-run")
 def test_a_run_of_before_callbacks_is_resumed_with_them(whole, tmp_path, capsys):
     fitted(tmp_path, steps=2)
     _, outcome = fitted(tmp_path, steps=4, callbacks=[AverageEvaluation()], resume=True)

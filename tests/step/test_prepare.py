@@ -10,6 +10,7 @@ from colossax.config import BatchConfig, Plan, preset
 from colossax.errors import InputError
 from colossax.planner import build_step
 from colossax.sharding import current
+from colossax.step.loss import any_order
 from tests.oracle import assert_losses_close, assert_trees_close
 from tests.step.test_several_models import Critic
 from tests.step.test_step import text_batch
@@ -128,6 +129,44 @@ def test_variables_are_given_where_they_are_asked_for():
     state = step.init()
     want = 3 * np.asarray(state["params"]["table"]).sum()
     assert_losses_close(step(state, text_batch())[1]["loss"], want, tolerance=1e-4)
+
+
+@pytest.mark.catches("prepared-ahead-in-the-order-of-a-ring")
+@pytest.mark.catches("prepared-ahead-with-padding")
+@pytest.mark.catches("prepared-ahead-of-other-numbers")
+@pytest.mark.catches("prepared-ahead-in-parts")
+@pytest.mark.parametrize("seq", [16, 14])
+def test_a_batch_is_prepared_ahead_in_its_own_order_on_any_mesh(seq, devices):
+    """Rows of a ring lie otherwise, and the shorter ones are filled up; of several steps each
+    learns from what the first state said."""
+    batch, calls = {name: x[:, :seq] for name, x in text_batch().items()}, []
+
+    def once(models, batch):
+        calls.append(batch["tokens"].shape)
+        return batch if "reference" in batch else prepare(models, batch)
+
+    step = made(prepare=once)
+    state = step.init()
+    wanted = host(step.prepare(state, batch))
+    assert set(wanted) == {"reference", "centred"}
+    on_ring = made(preset("zero3", mesh={"ring": 2, "fsdp": 2}), once, any_order(loss), devices[:4])
+    found = on_ring.prepare(on_ring.init(), batch)
+    assert all(x.is_fully_replicated for x in found.values())
+    np.testing.assert_allclose(found["reference"], wanted["reference"], rtol=1e-5, atol=1e-6)
+    losses = []
+    for one, kept in ((made(loss=loss), wanted), (on_ring, host(found))):
+        state, seen = one.init(), []
+        for _ in range(2):
+            state, metrics = one(state, {**batch, **wanted, "reference": kept["reference"]})
+            seen.append(float(metrics["loss"]))
+        losses.append(seen)
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
+
+
+def test_what_has_no_preparation_prepares_nothing():
+    step = made()
+    with pytest.raises(InputError, match="prepare: the step has none; give boost what makes more"):
+        step.prepare(step.init(), text_batch())
 
 
 def test_what_is_no_batch_is_refused():

@@ -150,14 +150,14 @@ def state_slots(step: "Step") -> TrainState:
             abstract["params"],
         ),
         "opt_state": _optimizer_slots(step),
-        "variables": _plain_slots(abstract["variables"], f"{MODEL}/variables"),
+        "variables": plain_slots(abstract["variables"], f"{MODEL}/variables"),
         **{
-            name: _plain_slots(abstract[name], f"{MODEL}/state/{name}")
+            name: plain_slots(abstract[name], f"{MODEL}/state/{name}")
             for name in ("step", "rng", "skipped")
         },
         # A kind of its own: what has no scale goes on from what has one.
         **{
-            name: _plain_slots(abstract[name], f"{MODEL}/{name}")
+            name: plain_slots(abstract[name], f"{MODEL}/{name}")
             for name in (LOSS_SCALE,)
             if name in abstract
         },
@@ -203,7 +203,8 @@ def _optimizer_slots(step: "Step", *, on_disk: bool = False) -> Any:
     )
 
 
-def _plain_slots(tree: Any, prefix: str) -> Any:
+def plain_slots(tree: Any, prefix: str) -> Any:
+    """Slots of arrays that are no parameters, each by its name in a tree: `<prefix>/<name>`."""
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: _plain_slot(leaf, prefix, path), tree
     )

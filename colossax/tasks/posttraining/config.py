@@ -205,6 +205,9 @@ class RolloutConfig:
             function it is told that one, as `Answer.judged`.
         group: Answers to each prompt, which grpo holds against each other.
         max_tokens: Of an answer at most.
+        batches: Global batches of answers that are written at once, by the same parameters, and
+            learned from one after another.
+        epochs: How often each of those is learned from, when all others have been.
         scaled: Of grpo, whether an answer's advantage is divided by the spread of its group; Dr.
             GRPO leaves it out.
         seats: Answers that an engine writes at once, each with a cache of its own.
@@ -218,6 +221,8 @@ class RolloutConfig:
     judge: str | None = None
     group: Count = 8
     max_tokens: Count = 128
+    batches: Count = 1
+    epochs: Count = 1
     scaled: bool = True
     seats: Count = 64
     workers: Count = 2
@@ -229,6 +234,11 @@ class RolloutConfig:
         check_types(self, "rollout")
         check_text(self.rewards or "", "rollout.rewards")
         check_text(self.judge or "", "rollout.judge")
+
+    @property
+    def updates(self) -> int:
+        """Steps between the answers of one state of the model and those of the next."""
+        return self.batches * self.epochs
 
 
 def longest_prompt(config: Any) -> int:

@@ -21,6 +21,8 @@ def reference_options(*, temperature: float = 1.0) -> dict[str, Any]:
     **reference_options())`; or of one model with an adapter, whose reference is the same model
     without it, so that no second copy of the weights is there.
 
+    A batch that says it already, as `step.prepare` makes it, is left as it is.
+
     Args:
         temperature: That answers were drawn at, as `PolicyConfig` has it.
 
@@ -32,6 +34,8 @@ def reference_options(*, temperature: float = 1.0) -> dict[str, Any]:
     """
 
     def prepare(models: Any, batch: Batch) -> Batch:
+        if REFERENCE_LOGPS in batch:
+            return batch
         return {**batch, REFERENCE_LOGPS: said_by_reference(models, batch, temperature)}
 
     return {

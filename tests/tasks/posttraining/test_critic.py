@@ -225,7 +225,7 @@ def test_an_answer_earns_its_reward_at_its_last_token(base):
     task, step, _, rollouts = test_rollouts.begun(config)
     with task.batches(step, 0) as batches:
         row = {name: np.asarray(x) for name, x in next(batches).items()}
-    judged = rollouts._made[1]
+    judged = rollouts._made
     assert set(row) == {*rows_of(UNEVEN), "rewards", "engine_logps"}
     rewards = iter(judged.rewards)
     for at in range(test_rollouts.ROWS):

@@ -22,7 +22,7 @@ from colossax.recipes import recipe
 from colossax.run.calling import StepEnd, Tools
 from colossax.scheduling import EngineRequest, SamplingConfig
 from colossax.tasks import group_advantages, task_of
-from colossax.tasks.posttraining.policy_gradient.rollouts import _cut
+from colossax.tasks.posttraining.policy_gradient.answering import _cut
 from tests.launching import ROOT, pair, run
 from tests.serve.fake import CHATML, TOKENIZER
 from tests.tasks.posttraining import arithmetic
@@ -61,7 +61,11 @@ def nothing(answers):
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
     """A checkpoint of a random model with a tokenizer of bytes, prompts, a template of no words."""
-    folder = tmp_path_factory.mktemp("base")
+    return write_base(tmp_path_factory.mktemp("base"))
+
+
+def write_base(folder):
+    """That, into a folder."""
     write_random(MODEL, folder / "base")
     (folder / "plain.jinja").write_text(arithmetic.TEMPLATE)
     lines = [
@@ -85,10 +89,14 @@ def config_of(folder, **rollout):
     return changed(config, "optimizer", peak_lr=1e-2, warmup=1, schedule_steps=6)
 
 
+def records(folder):
+    """All that was recorded."""
+    return [*map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())]
+
+
 def drawn(folder):
     """What was recorded of each step's answers."""
-    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [line for line in lines if "reward_spread" in line]
+    return [line for line in records(folder) if "reward_spread" in line]
 
 
 def begun(config):
@@ -158,7 +166,7 @@ def test_a_step_learns_from_what_the_model_says_then(base):
             prompt=prompt,
             max_tokens=LONGEST,
             ends=(TOKENIZER.eos,),
-            sampling=SamplingConfig(temperature=1.0, seed=rollouts._seed(1, at)),
+            sampling=SamplingConfig(temperature=1.0, seed=rollouts.answering._seed(1, at)),
         )
         for at, (prompt, _) in enumerate(said[16:])
     ]
@@ -290,7 +298,7 @@ def test_what_stands_behind_an_end_is_no_answer():
 def test_an_engine_is_told_what_the_optimizer_takes(base):
     _, step, state, rollouts = begun(config_of(base))
     moments = 2 * 4 * sum(x.size for x in jax.tree.leaves(state["params"]))
-    assert moments <= rollouts._beside <= 1.01 * moments
+    assert moments <= rollouts.answering._beside <= 1.01 * moments
 
 
 @pytest.mark.catches("held-out-of-one-source")

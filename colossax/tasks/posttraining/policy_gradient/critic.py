@@ -13,13 +13,15 @@ from colossax.sharding import constrain, current_order
 from colossax.step.loss import Loss, Sums, Terms, any_order
 from colossax.tasks.heads import values_of_tokens
 from colossax.tasks.next_token import real_tokens
-from colossax.tasks.posttraining.answers import REFERENCE_LOGPS, named, policy_of, told_logps
+from colossax.tasks.posttraining.answers import REFERENCE_LOGPS, named
 from colossax.tasks.posttraining.config import CRITIC, REFERENCE, PolicyConfig
 from colossax.tasks.posttraining.policy_gradient.loss import (
     ADVANTAGES,
+    OLD_LOGPS,
     clipped_value_loss,
     kl_estimate,
     policy_loss,
+    with_old_logps,
 )
 from colossax.tasks.posttraining.reference import said_by_reference
 from colossax.typing import Batch
@@ -33,7 +35,8 @@ OLD_VALUES, RETURNS = "old_values", "returns"
 what it learns."""
 
 _LOGPS = "logps_before"
-"""Array of the prepared batch: the policy's own log-probabilities, where a reference is asked."""
+"""Array of the prepared batch: the policy's own log-probabilities, where a reference is asked and
+`old_logps` are not there."""
 
 
 def actor_critic_loss(config: PolicyConfig, *, documents: int) -> Loss:
@@ -80,7 +83,7 @@ def actor_critic_loss(config: PolicyConfig, *, documents: int) -> Loss:
             "value_error": (jnp.sum(off), told),
         }
         if REFERENCE_LOGPS in batch:
-            logps = batch[_LOGPS]
+            logps = batch[OLD_LOGPS if OLD_LOGPS in batch else _LOGPS]
             further = jnp.where(weights > 0, logps - batch[REFERENCE_LOGPS], 0.0)
             metrics["kl_k1"] = (jnp.sum(further * weights), told)
             metrics["kl_k3"] = (jnp.sum(kl_estimate(further, "k3") * weights), told)
@@ -89,15 +92,17 @@ def actor_critic_loss(config: PolicyConfig, *, documents: int) -> Loss:
     return loss
 
 
-def critic_options(config: PolicyConfig) -> dict[str, Any]:
+def critic_options(config: PolicyConfig, *, again: bool = False) -> dict[str, Any]:
     """Fields of `StepOptions` that `actor_critic_loss` asks for.
 
     A batch has `rewards`; before a step is made of it, the critic's values are taken, of each
     reward `divergence` times an estimate of how far the policy is from its reference is taken off,
-    and `gae` of both makes `advantages`, whitened over the global batch if that is asked for.
+    and `gae` of both makes `advantages`, whitened over the global batch if that is asked for. A
+    batch that has `returns` already, as `step.prepare` makes it, is left as it is.
 
     Args:
         config: Of the loss.
+        again: See `policy_options`.
 
     Raises:
         InputError: When traced: a model or an array of the batch is missing.
@@ -108,18 +113,22 @@ def critic_options(config: PolicyConfig) -> dict[str, Any]:
     """
 
     def prepare(models: Any, batch: Batch) -> Batch:
+        if RETURNS in batch:
+            return batch
         if REWARDS not in batch:
             raise InputError(
                 f"critic_options: the batch has no '{REWARDS}'; add a number for each token, an"
                 " answer's reward at its last one"
             )
-        made = dict(batch)
+        made = dict(with_old_logps(models, batch, config) if again else batch)
         told = batch["weights"] > 0
         rewards = jnp.where(told, batch[REWARDS], 0.0)
         if config.divergence:
-            made[_LOGPS] = told_logps(policy_of(models), batch, temperature=config.temperature)[0]
+            logps = with_old_logps(models, made, config)[OLD_LOGPS]
+            if not again:  # else the ratio would be 1 up to rounding alone
+                made[_LOGPS] = logps
             made[REFERENCE_LOGPS] = said_by_reference(models, batch, config.temperature)
-            further = jnp.where(told, made[_LOGPS] - made[REFERENCE_LOGPS], 0.0)
+            further = jnp.where(told, logps - made[REFERENCE_LOGPS], 0.0)
             rewards = rewards - config.divergence * kl_estimate(further, config.estimator)
         values, _ = values_of_tokens(named(models, CRITIC, "that tells values"), batch)
         values = jnp.where(told, values, 0.0)
@@ -132,6 +141,7 @@ def critic_options(config: PolicyConfig) -> dict[str, Any]:
         return made
 
     names = [OLD_VALUES, RETURNS, ADVANTAGES, REWARDS]
+    names += [OLD_LOGPS] if again else []
     if config.divergence:
         names += [_LOGPS, REFERENCE_LOGPS]
     return {

@@ -19,6 +19,7 @@ from colossax.tasks.posttraining.answers import (
     told_logps,
 )
 from colossax.tasks.posttraining.config import PolicyConfig
+from colossax.tasks.posttraining.reference import reference_options
 from colossax.typing import Batch
 
 ADVANTAGES = "advantages"
@@ -43,7 +44,7 @@ def policy_loss(config: PolicyConfig, *, documents: int) -> Loss:
 
     A batch has `advantages`, and `old_logps` unless each answer is learned from once: then the
     ratio is 1, exactly, and its gradient that of the log-probability. Of `engine_logps`, where they
-    are there, it is told how far they are from those of the same tokens here.
+    are there, it is told how far they are from the old ones of the same tokens.
 
     Args:
         config: Which.
@@ -82,7 +83,7 @@ def policy_loss(config: PolicyConfig, *, documents: int) -> Loss:
         }
         if ENGINE_LOGPS in batch:
             said = weights * (batch[ENGINE_LOGPS] <= 0)
-            apart = jnp.where(said > 0, jnp.abs(logps - batch[ENGINE_LOGPS]), 0.0)
+            apart = jnp.where(said > 0, jnp.abs(old - batch[ENGINE_LOGPS]), 0.0)
             metrics["engine_apart"] = (jnp.sum(apart), jnp.sum(said))
             metrics["engine_furthest"] = Maximum(jnp.max(apart))
         if config.divergence:
@@ -94,6 +95,44 @@ def policy_loss(config: PolicyConfig, *, documents: int) -> Loss:
         return with_counted(model, batch, sums, terms, metrics)
 
     return loss
+
+
+def policy_options(config: PolicyConfig, *, again: bool = False) -> dict[str, Any]:
+    """Fields of `StepOptions` that `policy_loss` asks for.
+
+    A batch has `advantages`. With a divergence, `reference_options` are among these.
+
+    Args:
+        config: Of the loss.
+        again: Whether answers are learned from more than once: then `old_logps` are made too, for
+            `step.prepare` by the state that gave the answers. What a batch has is left as it is.
+
+    Raises:
+        InputError: See `reference_options`.
+
+    Cost: a forward pass of the policy over the global batch with `again`, one of the reference with
+    a divergence, where the batch does not have what they say.
+    """
+    reference = reference_options(temperature=config.temperature) if config.divergence else {}
+    dims = dict.fromkeys((ADVANTAGES, ENGINE_LOGPS), ("batch", "seq"))
+    options = {**reference, "batch_dims": {**reference.get("batch_dims", {}), **dims}}
+    if not again:
+        return options
+
+    def prepare(models: Any, batch: Batch) -> Batch:
+        made = with_old_logps(models, batch, config)
+        return reference["prepare"](models, made) if reference else made
+
+    options["batch_dims"][OLD_LOGPS] = ("batch", "seq")
+    return {**options, "prepare": prepare}
+
+
+def with_old_logps(models: Any, batch: Batch, config: PolicyConfig) -> Batch:
+    """The batch with what the policy says of each target, unless that is there."""
+    if OLD_LOGPS in batch:
+        return batch
+    logps, _ = told_logps(policy_of(models), batch, temperature=config.temperature)
+    return {**batch, OLD_LOGPS: logps}
 
 
 def kl_estimate(further: Array, estimator: str) -> Array:

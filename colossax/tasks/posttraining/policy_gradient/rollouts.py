@@ -1,43 +1,23 @@
-"""Answers that the model in training gives to prompts, their rewards, and rows of both."""
+"""Batches of answers that the model gives as it is before the steps that learn from them."""
 
 import contextlib
-import dataclasses
-import hashlib
 import itertools
-import math
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax
 import numpy as np
 
-from colossax.config import MeshAxis
-from colossax.data.chats.prompts import Prompt
-from colossax.data.chats.rows import filled_row
-from colossax.data.loader import LocalBatch
-from colossax.errors import InputError
-from colossax.offload import held_bytes
 from colossax.processes.group import Group
-from colossax.scheduling import EngineRequest, SamplingConfig
+from colossax.sharding import replicated
 from colossax.step.step import Step
 from colossax.tasks.config import TrainConfig
-from colossax.tasks.posttraining.config import LEARNER, longest_prompt
-from colossax.tasks.posttraining.policy_gradient.advantages import group_advantages
+from colossax.tasks.posttraining.policy_gradient.answering import Answering, Judged
 from colossax.tasks.posttraining.policy_gradient.asked import Asked
-from colossax.tasks.posttraining.policy_gradient.critic import REWARDS
-from colossax.tasks.posttraining.policy_gradient.loss import ADVANTAGES, ENGINE_LOGPS, NOT_SAID
-from colossax.tasks.posttraining.rewards.answer import Answer
-from colossax.tasks.posttraining.rewards.judge import Judge
-from colossax.tasks.posttraining.rewards.pool import RewardWorkers
+from colossax.tasks.posttraining.policy_gradient.rows import row_dims, rows_of
 from colossax.tasks.task import Callback
 from colossax.tasks.text import Placement
-from colossax.typing import TOKEN_DIMS, Batch, Dims, Params, TrainState
-
-ROW_DIMS: dict[str, Dims] = {
-    **TOKEN_DIMS,
-    **dict.fromkeys((ADVANTAGES, REWARDS, ENGINE_LOGPS), ("batch", "seq")),
-}
-"""Dims of all arrays that rows of rewarded answers have."""
+from colossax.typing import Batch, TrainState
 
 LEARNED = (
     "ratio",
@@ -56,309 +36,148 @@ OF_ENGINE = ("engine_apart", "engine_furthest")
 """Likewise, where the engine says log-probabilities."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Judged:
-    """Answers, and what each is worth.
-
-    Attributes:
-        prompts: What was asked, once for each answer.
-        tokens: Of each answer, what ends it included.
-        logprobs: Of those as the engine said them; none where it says none.
-        ended: Whether each came to its end.
-        rewards: float64 `[n]`.
-        failures: Answers that could not be judged, by why.
-        said: Of the first of those.
-        seconds: Of writing, and of rewarding.
-    """
-
-    prompts: Sequence[Prompt]
-    tokens: Sequence[tuple[int, ...]]
-    logprobs: Sequence[tuple[float, ...]]
-    ended: Sequence[bool]
-    rewards: np.ndarray
-    failures: Mapping[str, int]
-    said: str
-    seconds: tuple[float, float]
-
-
 class Rollouts(Callback):
-    """Batches of answers that the model gives as it is before the step that learns from them.
+    """Batches of answers that the model gives as it is before the steps that learn from them.
 
-    A batch is asked for when its step comes, and made then: of the prompts of that number, each
-    asked as often as a group has answers. Draws depend on the run's seed, the step and the answer
-    alone, so that a run which is resumed, on whatever mesh, asks and draws as one that was never
-    stopped. Beside the batch's own step it is a callback, by which it sees the parameters.
+    Answers are written when the first of those steps comes: to the prompts of that number, each
+    asked as often as a group has answers. Draws depend on the run's seed, that number and the
+    answer alone, so that a run which is resumed, on whatever mesh, asks and draws as one that was
+    never stopped. Where several steps learn from them, what the models say of them then is asked
+    once, and kept with them in checkpoints between those steps. Beside the batch's own step it is a
+    callback, by which it sees the parameters.
 
     Args:
         config: The run.
         opened: Gives the prompts, read once.
         group: The processes that train; all write and judge, a function is asked by the first one.
 
-    Cost: a forward pass of each token that is read, and one of all seats for each token that is
-    said; a cache of `seats` answers while that goes on.
+    Cost: see `Answering`. Of several steps, 4 bytes per token and array on each device.
     """
 
     every = 1
 
     def __init__(self, config: TrainConfig, opened: Callable[[], Asked], group: Group):
-        self._config, self._opened, self._group = config, opened, group
-        self._workers: RewardWorkers | None = None
-        self._judge: Judge | None = None
-        self._writer: tuple[Step, Any] | None = None
-        self._params: Params | None = None
-        self._made: tuple[int, Judged] | None = None
-        self._beside = 0
+        self._config, self._opened = config, opened
+        self.answering = Answering(config, opened, group)
+        self._updates = config.rollout.updates
+        self._step: Step | None = None
+        self._state: TrainState = {}
+        self._made: Judged | None = None
+        self._kept_of = self._told = -1
 
     def start(self, step: Step, state: TrainState) -> None:
         """The parameters that the first answers are given by."""
-        self._params, self._made = state["params"], None
-        rest = {name: x for name, x in state.items() if name != "params"}
-        if step.spec.model_names:
-            rest["params"] = {name: x for name, x in self._params.items() if name != LEARNER}
-        held = self._group.together(lambda: self._loaded(step))
-        self._beside = held_bytes((rest, held))
+        self._step, self._state, self._made, self.arrays = step, state, None, None
+        self._told = -1
+        self.answering.start(step, state)
+
+    def saved(self) -> Any:
+        """Which answers are kept, where there are steps to come that learn from them."""
+        if self.arrays is None:
+            return None
+        forms = {name: [[*x.shape], str(x.dtype)] for name, x in self.arrays.items()}
+        return {"rollout": self._kept_of, "arrays": forms}
+
+    def resume(self, saved: Any) -> None:
+        """Say which arrays the checkpoint has of them."""
+        assert self._step is not None, "`start` came before"
+        if saved is None:
+            return
+        self._kept_of, where = saved["rollout"], replicated(self._step.bound)
+        self.arrays = {
+            name: jax.ShapeDtypeStruct(tuple(shape), np.dtype(dtype), sharding=where)
+            for name, (shape, dtype) in saved["arrays"].items()
+        }
 
     def __call__(self, now: Any) -> None:
-        """Take the parameters after a step, and tell of the answers that it learned from."""
-        self._params = now.state["params"]
-        if self._made is not None and self._made[0] + 1 == now.done:
-            judged, self._made = self._made[1], None
-            known = now.metrics
-            told = [*LEARNED, *(OF_ENGINE if any(judged.logprobs) else ())]
-            learned = {name: known[name] for name in told if name in known}
-            now.log({**told_of(judged, self._config.rollout.group), **learned})
-            if judged.failures:
-                count = sum(judged.failures.values())
-                now.note(
-                    f"step {now.done}: {count} of {len(judged.rewards)} answers could not be"
-                    f" judged ({judged.said})"
-                )
-
-    def check(self, judge_step: int | None = None) -> None:
-        """Refuse a function that is none, and a judge that tells no rewards.
-
-        Args:
-            judge_step: Which of a judge's checkpoints; None: the latest.
-
-        Raises:
-            InputError: That, or nothing says what answers are worth.
-        """
-        rollout = self._config.rollout
-        if rollout.rewards is None and rollout.judge is None:
-            raise InputError(
-                f"rollout.rewards: {self._config.objective.name} learns from what answers are"
-                " worth; name a function, as --rollout.rewards my_package.rewards:parses, or a"
-                " model that tells it, with --rollout.judge"
+        """Take the state after a step, and tell once of it and of the answers written for it."""
+        self._state = now.state
+        if now.done == self._told:
+            return
+        self._told = now.done
+        if now.done % self._updates == 0:
+            self.arrays = None
+        known = now.metrics
+        learned = {name: known[name] for name in LEARNED if name in known}
+        judged, self._made = self._made, None
+        if judged is None:
+            now.log(learned)
+            return
+        if any(judged.logprobs):
+            learned |= {name: known[name] for name in OF_ENGINE}
+        now.log({**told_of(judged, self._config.rollout.group), **learned})
+        if judged.failures:
+            count = sum(judged.failures.values())
+            now.note(
+                f"step {now.done}: {count} of {len(judged.rewards)} answers could not be"
+                f" judged ({judged.said})"
             )
-        if rollout.judge is not None:
-            self._judge = Judge(rollout.judge, judge_step)
-        if self._group.first and rollout.rewards is not None:
-            self._begun(workers=1).close()
-
-    @property
-    def judged_at(self) -> int | None:
-        """The step of the judge's checkpoint, where there is one."""
-        return None if self._judge is None else self._judge.step
-
-    def _loaded(self, step: Step) -> Any:
-        """The judge's parameters, on the devices that train; None where there is no judge."""
-        return None if self._judge is None else self._judge.load([*step.bound.mesh.devices.flat])
-
-    def _begun(self, workers: int) -> RewardWorkers:
-        rollout = self._config.rollout
-        assert rollout.rewards is not None, "checked when the prompts were opened"
-        return RewardWorkers(
-            rollout.rewards,
-            workers=workers,
-            seconds=rollout.seconds,
-            memory_gb=rollout.memory_gb,
-            failed=rollout.failed,
-        )
 
     @contextlib.contextmanager
     def batches(self, step: Step, start: int) -> Iterator[Iterator[Batch]]:
         """Global batches from number `start` on, each made when it is asked for."""
-        place = Placement(step, self._config.data.global_batch, ROW_DIMS)
+        place = Placement(step, self._config.data.global_batch, row_dims(self._config))
 
         def made() -> Iterator[Batch]:
             for number in itertools.count(start):
-                judged = self._answered(step, number)
-                self._made = number, judged
-                rows = self._rows(judged, place.wanted)
-                yield place(rows)
+                if self._updates == 1:
+                    yield place(rows_of(self._config, self._written(step, number), place.wanted))
+                    continue
+                if self.arrays is None or self._kept_of != number // self._updates:
+                    self._keep(step, number, place)
+                yield place(self._kept_rows(number, place))
 
-        if not self._group.first or self._config.rollout.rewards is None:
+        with self.answering.working():
             yield made()
-            return
-        with self._begun(self._config.rollout.workers) as self._workers:
-            try:
-                yield made()
-            finally:
-                self._workers = None
+
+    def _written(self, step: Step, number: int) -> Judged:
+        """Answers for step `number`, and for those that learn from them too."""
+        rollout, group = number // self._updates, self._config.rollout.group
+        count = self._config.rollout.batches * self._prompts_of_step
+        prompts = self._opened().asked(rollout * count, count)
+        each = [prompt for prompt in prompts for _ in range(group)]
+        assert self._state, "a run calls `start` before it asks for batches"
+        params = self._state["params"]
+        self._made = self.answering(step, params, each, lambda at: (rollout, at))
+        return self._made
+
+    def _keep(self, step: Step, number: int, place: Placement) -> None:
+        """Write answers, and ask the models of this state what they say of them."""
+        self.arrays = None
+        judged, size = self._written(step, number), self._config.data.global_batch
+        found = []
+        for batch in range(self._config.rollout.batches):
+            rows = rows_of(self._config, judged, range(batch * size, (batch + 1) * size))
+            local = {name: x[[*place.wanted]] for name, x in rows.items()}
+            said = step.prepare(self._state, place(local))
+            found.append({**rows, **{name: np.asarray(x) for name, x in said.items()}})
+        where = replicated(step.bound)
+        self.arrays, self._kept_of = {}, number // self._updates
+        for name in found[0]:
+            whole = np.concatenate([one[name] for one in found])
+            self.arrays[name] = jax.make_array_from_callback(
+                whole.shape, where, lambda index, whole=whole: whole[index]
+            )
+
+    def _kept_rows(self, number: int, place: Placement) -> Batch:
+        """Of the answers that are kept, the rows of a step that this process holds."""
+        assert self.arrays is not None, "written before"
+        size = self._config.data.global_batch
+        first = number % self._updates % self._config.rollout.batches * size
+        wanted = [first + row for row in place.wanted]
+        return {name: np.asarray(x)[wanted] for name, x in self.arrays.items()}
 
     def validated(self, step: Step, state: TrainState) -> Judged:
         """One answer to each held-out prompt, as many as `validation_batches` have."""
         count = self._config.data.validation_batches * self._prompts_of_step
         numbers = self._opened().held_out[:count]
         prompts = [self._opened().prompts[number] for number in numbers]
-        return self._judged(step, state["params"], prompts, lambda at: ("held out", at))
+        return self.answering(step, state["params"], prompts, lambda at: ("held out", at))
 
     @property
     def _prompts_of_step(self) -> int:
         data, objective = self._config.data, self._config.objective
         return data.global_batch * objective.documents // self._config.rollout.group
-
-    def _answered(self, step: Step, number: int) -> Judged:
-        count, group = self._prompts_of_step, self._config.rollout.group
-        prompts = self._opened().asked(number * count, count)
-        each = [prompt for prompt in prompts for _ in range(group)]
-        assert self._params is not None, "a run calls `start` before it asks for batches"
-        return self._judged(step, self._params, each, lambda at: (number, at))
-
-    def _judged(
-        self,
-        step: Step,
-        params: Params,
-        prompts: Sequence[Prompt],
-        drawn_by: Callable[[int], tuple[Any, int]],
-    ) -> Judged:
-        began = time.perf_counter()
-        asked = [
-            self._request(step, prompt.tokens, self._seed(*drawn_by(at)))
-            for at, prompt in enumerate(prompts)
-        ]
-        opened = self._opened()
-        own = params[LEARNER] if step.spec.model_names else params
-        writer = self._writing(step, own).again(own, asked)
-        found = [_cut(one, opened.ends) for one in writer.run()]
-        written = time.perf_counter()
-        texts = [
-            opened.tokenizer.decode(one.tokens[:-1] if one.ended else one.tokens) for one in found
-        ]
-        rewards, failures, said = self._worth(step, prompts, texts, [one.ended for one in found])
-        return Judged(
-            prompts=prompts,
-            tokens=[one.tokens for one in found],
-            logprobs=[one.logprobs for one in found],
-            ended=[one.ended for one in found],
-            rewards=np.asarray(rewards, np.float64),
-            failures=failures,
-            said=said,
-            seconds=(written - began, time.perf_counter() - written),
-        )
-
-    def _worth(
-        self, step: Step, prompts: Sequence[Prompt], texts: Sequence[str], ended: Sequence[bool]
-    ) -> tuple[list[float], dict[str, int], str]:
-        """What each answer is worth; how many could not be judged by why, and of one what is told.
-
-        A model judges on all processes together, a function on the first, which is told what the
-        model says and has the last word.
-        """
-        judged = None
-        if self._judge is not None:
-            self._loaded(step)
-            judged = self._judge(prompts, texts)
-        if self._config.rollout.rewards is None:
-            assert judged is not None, "checked when the prompts were opened"
-            worth = np.where(np.isnan(judged.values), self._config.rollout.failed, judged.values)
-            return worth.tolist(), dict(judged.failures), judged.said
-        numbers = [None] * len(texts) if judged is None else _or_none(judged.values)
-        answers = [
-            Answer(text=text, prompt=one.messages, record=one.record, judged=number, ended=whole)
-            for one, text, number, whole in zip(prompts, texts, numbers, ended, strict=True)
-        ]
-        rewards, failures, said = self._group.from_first_in_a_run(lambda: self._rewarded(answers))
-        return rewards, failures, said
-
-    def _rewarded(self, answers: Sequence[Answer]) -> list[Any]:
-        if self._workers is not None:
-            found = self._workers(answers)
-        else:  # a state is evaluated outside of a run
-            with self._begun(self._config.rollout.workers) as workers:
-                found = workers(answers)
-        return [found.values.tolist(), dict(found.failures), found.said]
-
-    def _request(self, step: Step, prompt: tuple[int, ...], seed: int) -> EngineRequest:
-        temperature = self._config.policy.temperature
-        # Told before any temperature, and with stages not at all.
-        told = temperature == 1 and step.bound.mesh.shape[MeshAxis.STAGE] == 1
-        sampling = SamplingConfig(temperature=temperature, seed=seed, logprobs=0 if told else None)
-        return EngineRequest(
-            prompt=prompt,
-            max_tokens=self._config.rollout.max_tokens,
-            ends=self._opened().ends,
-            sampling=sampling,
-        )
-
-    def _seed(self, *of: Any) -> int:
-        told = repr((self._config.seed, *of)).encode()
-        return int.from_bytes(hashlib.blake2b(told, digest_size=4).digest(), "little") >> 1
-
-    def _writing(self, step: Step, params: Params) -> Any:
-        """What continues prompts, its programs made once."""
-        if self._writer is None or self._writer[0] is not step:
-            from colossax.inference.several import several  # what generates is loaded where it does
-
-            data, rollout = self._config.data, self._config.rollout
-            count = data.global_batch * self._config.objective.documents
-            longest = [self._request(step, (0,) * longest_prompt(self._config), 0)] * count
-            spec = step.spec_of(LEARNER) if step.spec.model_names else step.spec
-            given = spec, step.bound, params
-            eos = self._opened().tokenizer.eos
-            how = {"seats": rollout.seats, "beside": self._beside}
-            writer = several(*given, requests=longest, eos=eos, **how)
-            self._writer = step, writer
-        return self._writer[1]
-
-    def _rows(self, judged: Judged, wanted: Sequence[int]) -> LocalBatch:
-        """The rows that this process holds, of as many answers each."""
-        rollout, documents = self._config.rollout, self._config.objective.documents
-        numbers = judged.rewards
-        if not self._critic:
-            groups = np.arange(len(numbers)) // rollout.group
-            numbers = group_advantages(numbers, groups, scaled=rollout.scaled)
-        rows = []
-        for row in wanted:
-            own = range(row * documents, (row + 1) * documents)
-            rows.append(self._row(judged, numbers, own))
-        return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
-
-    @property
-    def _critic(self) -> bool:
-        """Whether a critic makes advantages of rewards; else those of a group do."""
-        return self._config.objective.name == "ppo"
-
-    def _row(self, judged: Judged, numbers: np.ndarray, own: range) -> LocalBatch:
-        documents = []
-        for at in own:
-            tokens = np.asarray([*judged.prompts[at].tokens, *judged.tokens[at]], np.int32)
-            documents.append((tokens, np.arange(len(tokens)) >= len(judged.prompts[at].tokens)))
-        row = filled_row(documents, self._config.data.seq_len)
-        told = row["weights"] > 0
-        each = np.where(told, numbers[own.start :][row["segments"]], 0.0)
-        if self._critic:  # an answer's reward is that of its last token
-            each[:-1][told[1:] & (row["segments"][1:] == row["segments"][:-1])] = 0.0
-        row[REWARDS if self._critic else ADVANTAGES] = each.astype(np.float32)
-        row[ENGINE_LOGPS] = np.full(len(told), NOT_SAID, np.float32)
-        if any(judged.logprobs[at] for at in own):
-            said = (judged.logprobs[at] for at in own)
-            row[ENGINE_LOGPS][told] = [*itertools.chain.from_iterable(said)]
-        return row
-
-
-def _or_none(values: np.ndarray) -> list[float | None]:
-    return [None if math.isnan(value) else float(value) for value in values]
-
-
-def _cut(one: Any, ends: Sequence[int]) -> Any:
-    """A continuation up to what ends it: with stages only one token ended it when it was made."""
-    at = next((at for at, token in enumerate(one.tokens) if token in ends), None)
-    if at is None:
-        return one
-    return dataclasses.replace(
-        one, tokens=one.tokens[: at + 1], logprobs=one.logprobs[: at + 1], ended=True
-    )
 
 
 def told_of(judged: Judged, group: int) -> dict[str, float]:

@@ -16,14 +16,10 @@ from colossax.tasks.posttraining.answers import telling
 from colossax.tasks.posttraining.config import CRITIC, check_rollouts, deciding
 from colossax.tasks.posttraining.conversations import identified, kept_documents
 from colossax.tasks.posttraining.policy_gradient.asked import Asked, open_prompts
-from colossax.tasks.posttraining.policy_gradient.critic import (
-    REWARDS,
-    actor_critic_loss,
-    critic_options,
-)
-from colossax.tasks.posttraining.policy_gradient.loss import ADVANTAGES, ENGINE_LOGPS, policy_loss
-from colossax.tasks.posttraining.policy_gradient.rollouts import ROW_DIMS, Rollouts
-from colossax.tasks.posttraining.reference import reference_options
+from colossax.tasks.posttraining.policy_gradient.critic import actor_critic_loss, critic_options
+from colossax.tasks.posttraining.policy_gradient.loss import policy_loss, policy_options
+from colossax.tasks.posttraining.policy_gradient.rollouts import Rollouts
+from colossax.tasks.posttraining.policy_gradient.rows import given_numbers
 from colossax.tasks.posttraining.rewards.judge import Judge
 from colossax.tasks.posttraining.roles import critic_of, which_beside, with_beside
 from colossax.tasks.task import Task
@@ -57,14 +53,16 @@ def with_rollouts(
     def opened() -> Asked:
         found = open_prompts(config, group)
         step = None if judge is None else group.from_first(lambda: Judge(judge).step)
-        group.together(lambda: rollouts.check(step))
+        group.together(lambda: rollouts.answering.check(step))
         return found
 
     rollouts = Rollouts(config, opened, group)
     critic = critic_of(config) if name == "ppo" else None
     loss = policy_loss if critic is None else actor_critic_loss
     # Where and by how many answers are written and judged changes none of them.
-    of_rollouts = ("rewards", "group", "max_tokens", "scaled", "failed")
+    of_rollouts = ["rewards", "group", "max_tokens", "scaled", "failed"]
+    if config.rollout.updates > 1:
+        of_rollouts += ["batches", "epochs"]
     more: dict[str, Any] = {
         "objective": {**deciding(config.objective, name), "margin": config.objective.ahead},
         "policy": deciding(config.policy, name),
@@ -75,7 +73,11 @@ def with_rollouts(
         tokenizer = opened().tokenizer
         found = identified(opened(), identity, more)
         found |= group.from_first(lambda: which_beside(config, tokenizer))
-        return found if judge is None else {**found, "rollout.judge": [judge, rollouts.judged_at]}
+        return (
+            found
+            if judge is None
+            else {**found, "rollout.judge": [judge, rollouts.answering.judged_at]}
+        )
 
     return dataclasses.replace(
         task,
@@ -103,46 +105,52 @@ def with_rollouts(
 
 
 def _options(config: TrainConfig) -> dict[str, Any]:
-    if config.objective.name == "ppo":
-        options = critic_options(config.policy)
-        return {**options, "batch_dims": {**options["batch_dims"], ENGINE_LOGPS: ("batch", "seq")}}
-    dims = {name: ROW_DIMS[name] for name in (ADVANTAGES, ENGINE_LOGPS)}
-    if not config.policy.divergence:
-        return {"batch_dims": dims}
-    options = reference_options(temperature=config.policy.temperature)
-    return {**options, "batch_dims": {**options["batch_dims"], **dims}}
+    options = critic_options if config.objective.name == "ppo" else policy_options
+    found = options(config.policy, again=config.rollout.updates > 1)
+    dims = dict.fromkeys(given_numbers(config), ("batch", "seq"))
+    return {**found, "batch_dims": {**found["batch_dims"], **dims}}
 
 
 def _shapes(config: TrainConfig) -> dict[str, jax.ShapeDtypeStruct]:
     """Shapes and dtypes of a run's global batch."""
     size = (config.data.global_batch, config.data.seq_len)
-    worth = REWARDS if config.objective.name == "ppo" else ADVANTAGES
-    numbers = {"weights", worth, ENGINE_LOGPS}
-    names = [*TEXT_BATCH_DIMS, worth, ENGINE_LOGPS]
+    numbers = given_numbers(config)
     return {
-        name: jax.ShapeDtypeStruct(size, np.float32 if name in numbers else np.int32)
-        for name in names
+        name: jax.ShapeDtypeStruct(size, np.float32 if name in ("weights", *numbers) else np.int32)
+        for name in (*TEXT_BATCH_DIMS, *numbers)
     }
 
 
+def _asked_before(config: TrainConfig) -> list[str]:
+    """Models that say of answers, before these are learned from, what they make of them.
+
+    Of answers that are learned from once the policy says it in the step, if no critic is to know.
+    """
+    ppo, diverges = config.objective.name == "ppo", config.policy.divergence > 0
+    of_policy = config.rollout.updates > 1 or (ppo and diverges)
+    asked = {"critic": ppo, "policy": of_policy, "reference": diverges}
+    return [name for name, is_asked in asked.items() if is_asked]
+
+
 def _formula(task: Task, config: TrainConfig) -> str:
-    ppo, diverges = config.objective.name == "ppo", config.policy.divergence
-    beside = ", and 2 per matmul weight for the reference" if diverges else ""
-    if ppo:
-        beside = ", the critic's likewise and 2 for its values"
-        beside += ", and 2 for policy and reference each before" if diverges else ""
-    return f"{task.flops_formula}{beside}; what writes the answers is not counted, their time is"
+    critic = ", the critic's likewise" if config.objective.name == "ppo" else ""
+    asked, epochs = _asked_before(config), config.rollout.epochs
+    once = f", once for {epochs} steps" if epochs > 1 else ""
+    before = f", and 2 before for {' and '.join(asked)} each{once}" if asked else ""
+    uncounted = "what writes the answers is not counted, their time is"
+    return f"{task.flops_formula}{critic}{before}; {uncounted}"
 
 
 def _flops_beside(config: TrainConfig, critic: Any) -> int:
-    """Of a step: the forward pass of the reference, where there is one; and all of a critic."""
-    seq_len, each = config.data.seq_len, 0.0
-    forward = config.model.decoder().train_flops_per_token(seq_len) / 3
-    if critic is not None:
-        each += critic.decoder().train_flops_per_token(seq_len) * 4 / 3
-        each += 2 * forward if config.policy.divergence else 0
-    elif config.policy.divergence:
-        each += forward
+    """Of a step: all of a critic, and what models are asked before."""
+    seq_len = config.data.seq_len
+
+    def forward(model: Any) -> float:
+        return model.decoder().train_flops_per_token(seq_len) / 3
+
+    each = 0.0 if critic is None else 3 * forward(critic)
+    for name in _asked_before(config):
+        each += forward(critic if name == "critic" else config.model) / config.rollout.epochs
     return int(config.data.global_batch * seq_len * each)
 
 
