@@ -134,7 +134,6 @@ def test_variables_are_given_where_they_are_asked_for():
 @pytest.mark.catches("prepared-ahead-in-the-order-of-a-ring")
 @pytest.mark.catches("prepared-ahead-with-padding")
 @pytest.mark.catches("prepared-ahead-of-other-numbers")
-@pytest.mark.catches("prepared-ahead-in-parts")
 @pytest.mark.parametrize("seq", [16, 14])
 def test_a_batch_is_prepared_ahead_in_its_own_order_on_any_mesh(seq, devices):
     """Rows of a ring lie otherwise, and the shorter ones are filled up; of several steps each
@@ -163,6 +162,7 @@ def test_a_batch_is_prepared_ahead_in_its_own_order_on_any_mesh(seq, devices):
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
 
 
+@pytest.mark.catches("prepared-ahead-of-nothing")
 def test_what_has_no_preparation_prepares_nothing():
     step = made()
     with pytest.raises(InputError, match="prepare: the step has none; give boost what makes more"):

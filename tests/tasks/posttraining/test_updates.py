@@ -114,6 +114,8 @@ def test_a_critic_is_asked_once(base):
             seen.append({name: np.asarray(x) for name, x in batch.items()})
             state, found = step(state, batch)
             rollouts(after(step, state, found, done, []))
+            told = seen[-1]["weights"] > 0
+            assert float(found["return"]) == pytest.approx(seen[-1]["returns"][told].mean())
     made = ("advantages", "returns", "old_values", "old_logps", "reference_logps")
     for batch, again in zip(seen[:BATCHES], seen[BATCHES:], strict=True):
         wanted = prepare(model, {n: jnp.asarray(x) for n, x in batch.items() if n not in made})
