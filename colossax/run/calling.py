@@ -164,8 +164,9 @@ class Callbacks:
 
     def start(self, state: TrainState) -> None:
         """Have all begin; before `resume`."""
-        for callback in self._named.values():
+        for name, callback in self._named.items():
             callback.start(self._step, state)
+            _check_arrays(name, callback)
 
     def resume(self, checkpoints: RunCheckpoints, done: int) -> None:
         """Give all what a checkpoint has of them; one that it lacks has begun anew.
@@ -225,8 +226,9 @@ class Callbacks:
     def _arrays(self, name: str, callback: Callback) -> list[tuple[ArraySlot, Any]]:
         if callback.arrays is None:
             return []
+        _check_arrays(name, callback)
         kind, infos = f"callback_{name}", self._step.spec.infos
-        if jax.tree.structure(callback.arrays) != jax.tree.structure(infos):
+        if not _alike(callback.arrays, infos):
             slots = plain_slots(callback.arrays, f"{MODEL}/{kind}")
         else:
             slots = jax.tree.map(
@@ -237,3 +239,25 @@ class Callbacks:
                 callback.arrays,
             )
         return list(zip(jax.tree.leaves(slots), jax.tree.leaves(callback.arrays), strict=True))
+
+
+def _check_arrays(name: str, callback: Callback) -> None:
+    """Refuse arrays that no checkpoint can keep.
+
+    Raises:
+        InputError: One is none of JAX.
+    """
+    for leaf in jax.tree.leaves(callback.arrays):
+        if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
+            raise InputError(
+                f"callback '{name}': its arrays hold a {type(leaf).__name__}, and checkpoints keep"
+                " arrays of JAX; give jax.device_put(x, a sharding of the mesh)"
+            )
+
+
+def _alike(arrays: Any, infos: Any) -> bool:
+    """Whether these are of parameters, one of each and of its shape."""
+    if jax.tree.structure(arrays) != jax.tree.structure(infos):
+        return False
+    pairs = zip(jax.tree.leaves(arrays), jax.tree.leaves(infos), strict=True)
+    return all(array.shape == info.shape for array, info in pairs)

@@ -32,7 +32,7 @@ def plot_losses(
         unit: Of the loss, or of what is drawn instead.
         baselines: Drawn as lines across.
         only: Metrics that are drawn in place of the loss and all there are; the first is one of
-            each step.
+            steps.
 
     Cost: importing matplotlib, about half a second.
     """

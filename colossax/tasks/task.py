@@ -61,9 +61,9 @@ class Callback:
             Where a run ends before its last step, as its batches or a callback do, its state is
             evaluated after the step's call: with that comes a second call of the same `done`.
             What it reads of `metrics` makes the device wait for Python.
-        arrays: What checkpoints keep for it, or None: a tree like the parameters, or arrays by
-            name, of any shapes and places. A run that goes on puts them there after `resume`, each
-            in the place of the one that is there then, which may be a `jax.ShapeDtypeStruct`.
+        arrays: What checkpoints keep for it, or None: a tree like the parameters, or arrays of JAX
+            by name, of any shapes and places. A run that goes on puts them there after `resume`,
+            each in the place of the one that is there then, which may be a `jax.ShapeDtypeStruct`.
     """
 
     every: int = 0
@@ -114,7 +114,7 @@ class Task:
         dims: Names of parameters' dims; see `boost`.
         unit: Of the loss, or of what is drawn instead, for people.
         drawn: Metrics of the picture in place of the loss and all there are; the first is one that
-            a callback logs with each step.
+            a callback logs of steps.
         baselines: Numbers to hold metrics against, drawn as lines and part of the final record.
         identity: What decides the losses step by step, as JSON: a run is not resumed as another.
         documents: JSON values stored in each checkpoint beside `run`, `plan` and `position`.

@@ -19,7 +19,8 @@ SMALL = {"layers": 16, "embed": 2048, "heads": 32, "kv_heads": 8, "mlp": 8192}
 def ppo(like, gpus, **sizes):
     """A run whose policy and critic learn whole beside a frozen reference, all cut over all GPUs.
 
-    Each GPU has a row of two prompts with their answers at once.
+    Each GPU has a row of two prompts with their answers at once. What the models are asked before
+    is a part of the step.
     """
     config = recipe("ppo")
     batch = BatchConfig(accumulation=2)
@@ -29,7 +30,6 @@ def ppo(like, gpus, **sizes):
         data=dataclasses.replace(config.data, seq_len=2048, global_batch=2 * gpus),
         policy=dataclasses.replace(config.policy, divergence=0.05),
         objective=dataclasses.replace(config.objective, documents=2),
-        rollout=dataclasses.replace(config.rollout, epochs=2),
     )
 
 

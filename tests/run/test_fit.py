@@ -411,7 +411,6 @@ def test_a_callback_has_a_folder_of_its_own(tmp_path, folder):
 
 
 @pytest.mark.catches("average-of-nothing")
-@pytest.mark.catches("logged-and-not-known")
 def test_the_average_is_evaluated_beside_the_state_and_survives_a_resumption(tmp_path):
     def mean_of_params(step, state):
         return {"mean": float(np.mean(state["params"]["out"]))}
@@ -467,6 +466,20 @@ def test_arrays_of_any_shape_are_kept_for_a_callback(tmp_path):
         seen.clear()
     assert found[0] == found[1]
     assert found[0][:4] == [None, None, [0.0], [9.0]]
+
+
+@pytest.mark.catches("arrays-of-numpy-end-a-run-late")
+def test_arrays_that_no_checkpoint_keeps_are_refused(tmp_path):
+    class Counts(Callback):
+        def start(self, step, state):
+            self.arrays = {"seen": np.zeros(3)}
+
+        def __call__(self, now):
+            """Nothing."""
+
+    with pytest.raises(InputError, match="callback 'Counts': its arrays hold a ndarray"):
+        fitted(tmp_path, steps=2, callbacks=[Counts()])
+    assert not (tmp_path / "metrics.jsonl").exists()
 
 
 @pytest.mark.catches("last-evaluation-alone")

@@ -329,7 +329,8 @@ def test_a_run_goes_on_with_other_seats_and_is_told_its_reward_once_more(base, t
 
 
 @pytest.mark.sweep
-def test_two_processes_are_as_one(base, tmp_path):
+@pytest.mark.parametrize("more", [(), ("--rollout.batches=2", "--rollout.epochs=2")])
+def test_two_processes_are_as_one(more, base, tmp_path):
     """Both write, by one engine over all devices, and both judge; the first rewards."""
     model = dataclasses.replace(MODEL, head=HeadConfig(outputs=1, pool="last", bias=False))
     write_random(model, tmp_path / "judge", seed=2)
@@ -349,6 +350,7 @@ def test_two_processes_are_as_one(base, tmp_path):
         "--plan.precision.compute=float32",
         "--plan.mesh=data=2,fsdp=4",
         "--steps=3",
+        *more,
     )
     text, found = base / "prompts.jsonl", []
     together = pair(
@@ -360,7 +362,8 @@ def test_two_processes_are_as_one(base, tmp_path):
     alone = run("--devices=8", out, text=text, log=tmp_path / "log", small=small)
     assert alone.code == 0, alone.errors
     for name in ("two", "one"):
-        found.append([(one["reward"], one["entropy"]) for one in drawn(tmp_path / name)])
+        learned = [one for one in records(tmp_path / name) if "entropy" in one]
+        found.append([(one.get("reward", 0), one["entropy"], one["ratio"]) for one in learned])
     assert len(found[0]) == 3
     np.testing.assert_allclose(found[0], found[1], rtol=1e-5)
 

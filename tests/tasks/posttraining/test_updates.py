@@ -134,7 +134,7 @@ ELSEWHERE = [{"data": 4, "ulysses": 2}, {"fsdp": 2, "tensor": 2, "ring": 2}, {"r
 @pytest.mark.catches("kept-answers-are-lost")
 @pytest.mark.parametrize(
     ("objective", "ends", "meshes"),
-    [("grpo", (3, 5, 6), NOWHERE_ELSE), ("ppo", (1, 3, 5), ELSEWHERE)],
+    [("grpo", (3, 4, 6), NOWHERE_ELSE), ("ppo", (1, 3, 5), ELSEWHERE)],
 )
 def test_a_run_that_is_stopped_between_them_learns_as_one_that_nobody_touched(
     objective, ends, meshes, base, tmp_path

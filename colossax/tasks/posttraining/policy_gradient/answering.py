@@ -227,7 +227,7 @@ class Answering:
             from colossax.inference.several import several  # what generates is loaded where it does
 
             data, rollout = self._config.data, self._config.rollout
-            count = rollout.batches * data.global_batch * self._config.objective.documents
+            count = data.global_batch * self._config.objective.documents
             longest = [self._request(step, (0,) * longest_prompt(self._config), 0)] * count
             spec = step.spec_of(LEARNER) if step.spec.model_names else step.spec
             given = spec, step.bound, params

@@ -152,12 +152,12 @@ class Rollouts(Callback):
             said = step.prepare(self._state, place(local))
             found.append({**rows, **{name: np.asarray(x) for name, x in said.items()}})
         where = replicated(step.bound)
-        self.arrays, self._kept_of = {}, number // self._updates
-        for name in found[0]:
-            whole = np.concatenate([one[name] for one in found])
-            self.arrays[name] = jax.make_array_from_callback(
-                whole.shape, where, lambda index, whole=whole: whole[index]
-            )
+        whole = {name: np.concatenate([one[name] for one in found]) for name in found[0]}
+        self.arrays = {
+            name: jax.make_array_from_callback(x.shape, where, lambda index, x=x: x[index])
+            for name, x in whole.items()
+        }
+        self._kept_of = number // self._updates
 
     def _kept_rows(self, number: int, place: Placement) -> Batch:
         """Of the answers that are kept, the rows of a step that this process holds."""
