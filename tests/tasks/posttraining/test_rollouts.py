@@ -109,6 +109,17 @@ def begun(config):
     return task, step, state, rollouts
 
 
+def requests_of(rollouts, number, prompts):
+    """What an engine is asked for rollout `number`."""
+    draws = [
+        SamplingConfig(temperature=1.0, seed=rollouts.answering._seed(number, at))
+        for at in range(len(prompts))
+    ]
+    same = {"max_tokens": LONGEST, "ends": (TOKENIZER.eos,)}
+    each = zip(prompts, draws, strict=True)
+    return [EngineRequest(prompt=prompt, sampling=how, **same) for prompt, how in each]
+
+
 def after(step, state, found, done, logged):
     """A run between two steps."""
     tools = Tools(evaluate=dict, record=logged.append, note=logged.append, save=lambda *a: None)
@@ -161,15 +172,7 @@ def test_a_step_learns_from_what_the_model_says_then(base):
         assert 0 < numbers["engine_furthest"] <= 1e-5
     assert set(groups[0]) & set(groups[1]) == set(), "prompts come in turn"
     # The second batch is what the model after the first step says.
-    requests = [
-        EngineRequest(
-            prompt=prompt,
-            max_tokens=LONGEST,
-            ends=(TOKENIZER.eos,),
-            sampling=SamplingConfig(temperature=1.0, seed=rollouts.answering._seed(1, at)),
-        )
-        for at, (prompt, _) in enumerate(said[16:])
-    ]
+    requests = requests_of(rollouts, 1, [prompt for prompt, _ in said[16:]])
     anew = several(step.spec, step.bound, given, requests=requests).run()
     assert [one.tokens for one in anew] == [answer for _, answer in said[16:]]
 

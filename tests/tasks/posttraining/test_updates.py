@@ -12,12 +12,17 @@ from colossax.config import OffloadConfig, PipelineConfig, Plan
 from colossax.errors import InputError, PlanError
 from colossax.inference.several import several
 from colossax.nn import AdapterConfig
-from colossax.scheduling import EngineRequest, SamplingConfig
 from colossax.tasks import PolicyConfig, policy_options, task_of
-from tests.serve.fake import TOKENIZER
 from tests.tasks.posttraining import test_critic, test_rollouts
 from tests.tasks.posttraining.bigram import UNEVEN, Table, models_of, rows_of, weights_of
-from tests.tasks.posttraining.test_rollouts import DOCUMENTS, LONGEST, ROWS, after, begun, drawn
+from tests.tasks.posttraining.test_rollouts import (
+    DOCUMENTS,
+    ROWS,
+    after,
+    begun,
+    drawn,
+    requests_of,
+)
 from tests.tasks.small_text import changed, ran
 
 BATCHES, EPOCHS = 2, 2
@@ -70,15 +75,7 @@ def test_steps_learn_from_answers_of_one_state(base):
         np.testing.assert_allclose(batch["old_logps"][told], wanted, rtol=1e-4, atol=1e-5)
     # All were drawn by the state before the first of those steps.
     told = [one for batch in seen[:BATCHES] for one in answers(batch)]
-    requests = [
-        EngineRequest(
-            prompt=prompt,
-            max_tokens=LONGEST,
-            ends=(TOKENIZER.eos,),
-            sampling=SamplingConfig(temperature=1.0, seed=rollouts.answering._seed(0, at)),
-        )
-        for at, (prompt, _) in enumerate(told)
-    ]
+    requests = requests_of(rollouts, 0, [prompt for prompt, _ in told])
     anew = several(step.spec, step.bound, first, requests=requests).run()
     assert [one.tokens for one in anew] == [answer for _, answer in told]
     # Of each step the policy is told, of the answers once. The first has a learning rate of 0.
