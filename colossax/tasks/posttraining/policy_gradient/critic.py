@@ -17,6 +17,7 @@ from colossax.tasks.posttraining.answers import REFERENCE_LOGPS, named
 from colossax.tasks.posttraining.config import CRITIC, REFERENCE, PolicyConfig
 from colossax.tasks.posttraining.policy_gradient.loss import (
     ADVANTAGES,
+    ENGINE_LOGPS,
     OLD_LOGPS,
     clipped_value_loss,
     kl_estimate,
@@ -140,7 +141,7 @@ def critic_options(config: PolicyConfig, *, again: bool = False) -> dict[str, An
         made[ADVANTAGES] = _whitened(advantages, told) if config.whitened else advantages
         return made
 
-    names = [OLD_VALUES, RETURNS, ADVANTAGES, REWARDS]
+    names = [OLD_VALUES, RETURNS, ADVANTAGES, REWARDS, ENGINE_LOGPS]
     names += [OLD_LOGPS] if again else []
     if config.divergence:
         names += [_LOGPS, REFERENCE_LOGPS]

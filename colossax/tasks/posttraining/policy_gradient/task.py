@@ -73,11 +73,9 @@ def with_rollouts(
         tokenizer = opened().tokenizer
         found = identified(opened(), identity, more)
         found |= group.from_first(lambda: which_beside(config, tokenizer))
-        return (
-            found
-            if judge is None
-            else {**found, "rollout.judge": [judge, rollouts.answering.judged_at]}
-        )
+        if judge is not None:
+            found["rollout.judge"] = [judge, rollouts.answering.judged_at]
+        return found
 
     return dataclasses.replace(
         task,
@@ -106,9 +104,7 @@ def with_rollouts(
 
 def _options(config: TrainConfig) -> dict[str, Any]:
     options = critic_options if config.objective.name == "ppo" else policy_options
-    found = options(config.policy, again=config.rollout.updates > 1)
-    dims = dict.fromkeys(given_numbers(config), ("batch", "seq"))
-    return {**found, "batch_dims": {**found["batch_dims"], **dims}}
+    return options(config.policy, again=config.rollout.updates > 1)
 
 
 def _shapes(config: TrainConfig) -> dict[str, jax.ShapeDtypeStruct]:
